@@ -50,6 +50,7 @@ from finetune.training.dry_run import check_offload_dir, explain_out_of_memory
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from finetune.training.hooks import Hooks
 from finetune.training.objectives.distill import read_teacher_facts
+from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.sft import SFT, Measured, Objective, Objectives
 from finetune.training.reference import evaluating
 from finetune.training.run_folder import fix_template_date, open_run_folder
@@ -262,6 +263,9 @@ class Session:
 
     def batches(self) -> Iterator[StepBatch]:
         """The batches of the recipe's data that are still to be trained on, in the command's order."""
+        training = self._loaded.objectives.training if self._loaded.objectives else None
+        if isinstance(training, PolicyObjective):
+            return training.rollouts.batches(self.progress.step)
         return self.data.train.batches(self.progress.step)
 
     def batch(self, rows: Sequence[Mapping[str, Any]]) -> StepBatch:
@@ -270,6 +274,8 @@ class Session:
         Raises:
             UserError: For a row that cannot be used.
         """
+        if self.recipe.method_facts.samples:
+            raise UserError(f"batch: method: {self.recipe.method.method} samples what it learns from; use batches()")
         return batch_rows(rows, self.recipe, self.tokenizer, self.world.data_parallel, self.progress.step)
 
     def forward_backward(

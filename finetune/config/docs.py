@@ -60,6 +60,7 @@ USUAL = (
 TITLES = {
     "model": "Model",
     "method": "Method",
+    "rollout": "Sampling and rewards",
     "lora": "LoRA",
     "quantization": "A base in 4 or 8 bits",
     "data": "Data",

@@ -2,17 +2,18 @@
 needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from finetune.config.key_annotations import FileOrName, SameOnResume
+from finetune.config.rollouts import DEFAULT_POLICY_LOSS, POLICY_LOSSES, Rollout
 
 DEFAULT_METHOD = "sft"
-RowKind = Literal["answers", "pairs", "ratings"]
+RowKind = Literal["answers", "pairs", "ratings", "prompts"]
 # Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one.
-GROUP_SIZES: Mapping[RowKind, int] = {"answers": 1, "pairs": 2, "ratings": 2}
+GROUP_SIZES: Mapping[RowKind, int] = {"answers": 1, "pairs": 2, "ratings": 2, "prompts": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +25,18 @@ class MethodFacts:
     keys: tuple[str, ...] = ()  # the recipe's keys, beside `method`, that it uses and another method does not
     needs_reference: bool = False  # the log-probabilities of the model before training
     needs_teacher: bool = False  # another model's probabilities
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that have another default under this method
+    losses: tuple[str, ...] = ()  # the values of loss_type
 
     @property
     def compares(self) -> bool:
         """Whether it compares answers, so that a row is a group of documents."""
-        return self.rows != "answers"
+        return self.documents > 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether it learns from completions that the model in training samples."""
+        return self.rows == "prompts"
 
     @property
     def documents(self) -> int:
@@ -36,6 +44,7 @@ class MethodFacts:
         return GROUP_SIZES[self.rows]
 
 
+PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
 LABEL_KEYS = ("label_smoothing", "token_loss", "eaft_alpha")  # of the cross entropy of labels
 METHODS: Mapping[str, MethodFacts] = {
     DEFAULT_METHOD: MethodFacts(says="learns the answers (supervised fine-tuning)", keys=LABEL_KEYS),
@@ -44,6 +53,7 @@ METHODS: Mapping[str, MethodFacts] = {
         rows="pairs",
         keys=("beta", "loss_type", "label_smoothing", "rpo_alpha"),
         needs_reference=True,
+        losses=PAIR_LOSSES,
     ),
     "orpo": MethodFacts(
         says="learns the chosen answers, and to prefer them to the rejected ones", rows="pairs", keys=("beta",)
@@ -72,14 +82,24 @@ METHODS: Mapping[str, MethodFacts] = {
         ),
         needs_teacher=True,
     ),
+    "grpo": MethodFacts(
+        says="samples completions of prompts, and learns which of them get the larger reward",
+        rows="prompts",
+        keys=("loss_type", "beta", "temperature", *(key.name for key in fields(Rollout))),
+        defaults={"loss_type": DEFAULT_POLICY_LOSS, "beta": 0.0},
+        losses=tuple(POLICY_LOSSES),
+    ),
 }
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows == "pairs")
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
 TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher)
 if TYPE_CHECKING:
     MethodName = str
+    LossName = str
 else:
     MethodName = Literal[tuple(METHODS)]
+    LossName = Literal[(*PAIR_LOSSES, *POLICY_LOSSES)]
+SAMPLED = tuple(name for name, facts in METHODS.items() if facts.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +111,16 @@ class Method:
     ] = DEFAULT_METHOD
     beta: Annotated[
         float,
-        Gt(0),
+        Ge(0),
         SameOnResume,
         "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds ratio; simpo: the "
-        "scale of the rewards.",
+        "scale of the rewards; grpo: the weight of the KL divergence from the reference, 0 unless it is given.",
     ] = 0.1
     loss_type: Annotated[
-        Literal["sigmoid", "hinge", "ipo", "apo_zero"],
+        LossName,
         SameOnResume,
-        "dpo: the loss of a pair; sigmoid is the paper's.",
+        "dpo: the loss of a pair; sigmoid is the paper's. grpo: the loss of sampled completions, "
+        f"{DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers.",
     ] = "sigmoid"
     rpo_alpha: Annotated[
         float | None,
@@ -132,7 +153,11 @@ class Method:
         "divergence.",
     ] = 0.5
     temperature: Annotated[
-        float, Gt(0), SameOnResume, "distill: what the logits of teacher and student are divided by."
+        float,
+        Gt(0),
+        SameOnResume,
+        "distill: what the logits of teacher and student are divided by. grpo: what the logits are divided by, in "
+        "sampling and in training.",
     ] = 1.0
     distill_alpha: Annotated[
         float,
@@ -151,6 +176,14 @@ COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
 }
 
 
+UNSHOWN = (
+    "per_device_generation_batch_size",
+    "log_completions",
+    "reward_timeout_seconds",
+    "on_bad_reward",
+)  # of how, not of what
+
+
 def describe_method(values: Mapping[str, Any]) -> str:
     """The method of a recipe with these `values`, and its keys, where they are set.
 
@@ -160,6 +193,16 @@ def describe_method(values: Mapping[str, Any]) -> str:
     method = values.get("method", DEFAULT_METHOD)
     if method == DEFAULT_METHOD:
         return "supervised fine-tuning"
-    given = ((key, values.get(key)) for key in METHODS[method].keys)
-    used = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in given if value]
+    used = [f"{key} {_show(values[key])}" for key in METHODS[method].keys if key not in UNSHOWN and values.get(key)]
     return f"{method}: {', '.join(used)}"
+
+
+def _show(value: Any) -> str:
+    """A key's value in a line: of a file's function its name.
+
+    >>> _show(["exact_answer", "/home/me/rewards.py:short"])
+    'exact_answer + rewards.py:short'
+    """
+    if isinstance(value, list | tuple):
+        return " + ".join(str(each).rpartition("/")[2] for each in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,8 +12,10 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.config.compatibility import find_recipe_problems
+from finetune.config.methods import DEFAULT_METHOD, METHODS
 from finetune.config.module_patterns import find_problem
 from finetune.config.overrides import COMMAND_LINE, read_override
+from finetune.config.rollouts import SHIPPED_REWARDS
 from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Key, Recipe, keys_of, recipe_keys
 from finetune.config.unknown_keys import ACCELERATE_KEYS, explain_unknown, explain_value
 from finetune.config.user_code import locate
@@ -41,6 +43,7 @@ EXPECTED = {
     "too_long": "a list of at most {max_length}",
     "missing": "a list with one more entry",
 }
+SHIPPED_NAMES: Mapping[str, Collection[str]] = {"rewards": SHIPPED_REWARDS}  # beside functions of a user's file
 NOT_FINITE = ("nan", "inf", "infinity")  # text in YAML, which writes .nan and .inf
 
 
@@ -150,6 +153,8 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
         if entry is not None:
             in_file[entry.key] = entry
     checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
+    method = checked.values.get("method", DEFAULT_METHOD)
+    checked.values.update({key: value for key, value in METHODS[method].defaults.items() if key not in in_file})
     problems += checked.problems
     places = {key: entry.where for key, entry in in_file.items()}
     unusable = {*checked.unusable}
@@ -165,7 +170,7 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
         section: schema(**{key: values[key] for key in keys_of(schema, section) if key in values})
         for section, schema in SECTIONS.items()
     }
-    places = {key: in_file[key].where for key in values}
+    places = {key: in_file[key].where for key in values if key in in_file}
     return Recipe(path=str(path), places=places, **sections)
 
 
@@ -228,7 +233,10 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
         return [f"{entry.where}: {entry.key}: {problem}" for problem in problems]
     if key.is_python_name and value is not None:
         try:
-            value = locate(value, folder) if isinstance(value, str) else tuple(locate(name, folder) for name in value)
+            shipped = SHIPPED_NAMES.get(entry.key, ())
+            names = (value,) if isinstance(value, str) else value
+            found = tuple(name if name in shipped else locate(name, folder) for name in names)
+            value = found[0] if isinstance(value, str) else found
         except ValueError as error:
             return [f"{entry.where}: {entry.key}: {error}"]
     if key.is_file_or_name and isinstance(value, str):

@@ -8,6 +8,7 @@ from typing import Any
 from finetune.config.facts import Case, Rule
 from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, RATED, Method
 from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.rollouts import Rollout
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, keys_of, recipe_keys
 
@@ -186,6 +187,7 @@ RULES: tuple[Rule, ...] = (
         message="method: {method} learns from a teacher", advice="set teacher_model_name_or_path",
     ),
     *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
+    *(_method_key(key.name) for key in fields(Rollout)),
     *map(_method_key, LABEL_KEYS),
     *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
     *(_function_beside(entry, key) for entry in ("datasets", "eval_datasets") for key in ("path", "name", "split")),

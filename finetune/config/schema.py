@@ -8,7 +8,7 @@ the documentation page and `--help` are made from it.
 import math
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -28,6 +28,7 @@ from finetune.config.key_annotations import (
 from finetune.config.methods import METHODS, MethodFacts
 from finetune.config.methods import Method as Method
 from finetune.config.optimizers import COUPLED_DECAY, DEFAULT_OPTIMIZER, KEPT_IN_FILES, OPTIMIZER_HELP, OptimizerName
+from finetune.config.rollouts import Rollout
 from finetune.config.row_formats import FormatName
 from finetune.config.schedules import (
     ARGUMENTS_HELP,
@@ -597,6 +598,7 @@ class Recipe:
     places: Mapping[str, str] = field(default_factory=dict)
     model: Model = field(default_factory=Model)
     method: Method = field(default_factory=Method)
+    rollout: Rollout = field(default_factory=Rollout)
     lora: Lora = field(default_factory=Lora)
     quantization: Quantization = field(default_factory=Quantization)
     data: Data = field(default_factory=Data)
@@ -630,6 +632,14 @@ class Recipe:
             torch_compile=own.torch_compile,
             tf32=own.tf32,
         )
+
+    @property
+    def document_data(self) -> Data:
+        """`data`, with the limits of its documents: prompts leave room for completions, and none is cut."""
+        if not self.method_facts.samples:
+            return self.data
+        most = self.data.max_length - self.rollout.max_completion_length
+        return replace(self.data, max_length=most, overlength=self.data.overlength or "drop")
 
     @property
     def row_tokens(self) -> int:

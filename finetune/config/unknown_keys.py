@@ -30,6 +30,10 @@ IN_ACCELERATE_FILE: Mapping[str, str] = {
 # What many call a key of the recipe, in a recipe or an Accelerate file: name -> that key.
 IN_RECIPE: Mapping[str, str] = {"ep_size": "expert_parallel_size", "expert_parallel_degree": "expert_parallel_size"}
 LAUNCHED = "no such key; --num-processes N says how many ranks run on this machine"
+TRUNCATED = (
+    "no such key: completions are sampled from all of the vocabulary, since a token's probability under a truncated "
+    "distribution is not the one that is trained"
+)
 # Names whose nearest spelling is something else, or that are no key anywhere here: name -> (the key that is meant, what
 # to write).
 MEANT: Mapping[str, tuple[str, str]] = {
@@ -48,6 +52,8 @@ MEANT: Mapping[str, tuple[str, str]] = {
         "assistant_only_loss",
         "Unsloth's name; here it is assistant_only_loss, true by default",
     ),
+    **dict.fromkeys(("top_p", "top_k", "min_p"), ("", TRUNCATED)),
+    "reward_funcs": ("rewards", "TRL's name; here it is rewards, such as [my_rewards.py:right]"),
     **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "nproc", "nproc_per_node"), ("", LAUNCHED)),
 }
 

@@ -227,6 +227,7 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
         "loss": f"loss {line['loss']:.4f} (smoothed {smoothed:.4f})",
         "accuracy": f"accuracy {line['rewards/accuracies']:.0%}" if "rewards/accuracies" in line else None,
         "margin": f"margin {line['rewards/margins']:.3g}" if "rewards/margins" in line else None,
+        "reward": f"reward {line['reward']:.3g}" if "reward" in line else None,
         "learning_rate": f"lr {line['learning_rate']:.2e}",
         "grad_norm": f"grad {line['grad_norm']:.3g}",
         "speed": f"{line['tokens_per_second']:,.0f} tokens/s",
@@ -234,7 +235,7 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
         "memory": f"{gib(line['peak_memory_bytes'])} GiB",
         "left": f"{timedelta(seconds=round(seconds_left))} left",
     }
-    for least in ("", "memory", "grad_norm", "learning_rate", "mfu", "speed", "margin", "accuracy"):
+    for least in ("", "memory", "grad_norm", "learning_rate", "mfu", "speed", "margin", "accuracy", "reward"):
         parts.pop(least, None)
         shown = "  ".join(part for part in parts.values() if part is not None)
         if width is None or len(shown) <= width:

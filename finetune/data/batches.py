@@ -70,6 +70,7 @@ class MicroBatch:
     # micro-batches have images and this one has none. None: the data holds no image.
     images: Mapping[str, Tensor] | None = None
     image_counts: tuple[int, ...] = ()  # images of each document
+    rollout: Mapping[str, Tensor] | None = None  # of sampled completions, what the loss reads beside their tokens
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -105,8 +106,9 @@ class MicroBatch:
         found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         changed: Any = {name: change(value) for name, value in found.items() if isinstance(value, Tensor)}
         mismatched = self.mismatched and self.mismatched._map_tensors(change)
-        images = self.images and {name: change(value) for name, value in self.images.items()}
-        return replace(self, **changed, mismatched=mismatched, images=images)
+        maps = {name: value for name, value in found.items() if isinstance(value, Mapping)}  # images, rollout
+        changed |= {name: {key: change(each) for key, each in value.items()} for name, value in maps.items()}
+        return replace(self, **changed, mismatched=mismatched)
 
 
 class TokenPart(NamedTuple):

@@ -102,6 +102,11 @@ class Examples:
         store = self.stores[int(self.store[example_id])]
         return store.read_images(int(self.document[example_id]))
 
+    def read_row(self, example_id: int) -> Any:
+        """What rewards read of the row that a prompt comes from."""
+        store = self.stores[int(self.store[example_id])]
+        return store.read_row(int(self.document[example_id]))
+
     @property
     def has_images(self) -> bool:
         return any(store.first_images is not None for store in self.stores)

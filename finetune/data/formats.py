@@ -86,7 +86,15 @@ class TokenRow:
             yield is_trained, [token for _, token in pairs]
 
 
-Document = Conversation | Completion | Text | TokenRow
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt without an answer, which the model in training samples. `row`: what rewards read, as JSON."""
+
+    asked: Conversation | str
+    row: str
+
+
+Document = Conversation | Completion | Text | TokenRow | Question
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
     """The source's examples that hold something to train on, and a report of all of its rows."""
     examples, cuts = cut(store, data.max_length, data.overlength)
     equal = _find_cut_equal(examples, cuts)
-    is_trained = (examples.trained > 0).reshape(-1, examples.group_size).all(1)
+    is_trained = (examples.trained > 0).reshape(-1, examples.group_size).all(1) | store.is_asked
     kept = examples.take_groups(np.flatnonzero(is_trained & ~np.isin(np.arange(examples.groups), equal)))
     stats = SourceStats.from_json(store.facts)
     # In a block of a stream, a small source that is read again would count as its own duplicate.

@@ -76,6 +76,7 @@ def is_empty_answer(document: Document) -> bool:
         return not document.text.strip()
     if isinstance(document, TokenRow):
         return not any(document.trained)
+    assert isinstance(document, Conversation), "a prompt has no answer"
     answers = [message for message, on in zip(document.messages, document.trained, strict=True) if on]
     return all(not message["content"].strip() and not message.keys() - {"role", "content"} for message in answers)
 

@@ -297,7 +297,12 @@ class PreparedData:
 
         A run over conversations from when this was every format's default resumes with it.
         """
-        if recipe.data.overlength or not self.report.is_complete or "text" in self.report.formats:
+        if (
+            recipe.data.overlength
+            or recipe.method_facts.samples
+            or not self.report.is_complete
+            or "text" in self.report.formats
+        ):
             return recipe
         return replace(recipe, data=replace(recipe.data, overlength="truncate"))
 
@@ -404,6 +409,8 @@ def _read_sources(
     """(the examples of all sources, a report of each); None where there is no source."""
     seed, kind = recipe.run.seed, recipe.method_facts.rows
     stores = (open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind) for source in sources)
-    selected = [select_examples(store, source, recipe.data) for store, source in zip(stores, sources, strict=True)]
+    selected = [
+        select_examples(store, source, recipe.document_data) for store, source in zip(stores, sources, strict=True)
+    ]
     parts = [examples for examples, _ in selected]
     return mix_sources(parts, sources, seed) if parts else None, tuple(report for _, report in selected)

@@ -9,9 +9,10 @@ import numpy as np
 import xxhash
 from transformers.utils.chat_parsing import parse_response
 
-from finetune.data.formats import Completion, Conversation, Document, Text, TokenRow, make_message
+from finetune.data.formats import Completion, Conversation, Document, Question, Text, TokenRow, make_message
 from finetune.data.images import EncodedImage, hash_images, open_image, place_images
 from finetune.data.messages import IMAGE, REASONING_KEYS, THINKING_END, BadRow, Message, parse_json, read_reasoning
+from finetune.data.questions import check_prompt
 from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages
 from finetune.data.template import Renderer, Span, Tools, add_variables, apply_template, read_parts
 from finetune.data.tokenizer import keeps_border
@@ -34,6 +35,7 @@ class RenderedText:
     turns: Mapping[int, Span] = field(default_factory=dict)  # message index -> where it stands, of trained answers
     difference: str = ""  # for a finding of COMPARED: the first token that is not what inference sees, say
     images: tuple[EncodedImage, ...] = ()
+    row: str = ""  # of a prompt: what rewards read, as JSON
 
 
 def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
@@ -257,6 +259,12 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
                 )
             identity = xxhash.xxh3_64_intdigest(np.array([ids, trained], np.int64).tobytes())
             return RenderedText("", (), False, group_hash=identity, tokens=document)
+        case Question(question, row):
+            if isinstance(question, str):
+                return RenderedText(question.removeprefix(renderer.bos), (), True, row=row)
+            messages, own = read_messages(question, renderer), add_variables(renderer, question.variables)
+            whole = apply_template(own, messages, question.tools, add_generation_prompt=True)
+            return RenderedText(whole, (), False, tuple(check_prompt(document, whole, renderer.has_template)), row=row)
         case Completion(prompt, completion, _):
             prompt = prompt.removeprefix(renderer.bos)
             whole = prompt + completion + renderer.eos

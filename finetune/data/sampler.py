@@ -26,7 +26,7 @@ class BatchConfig:
         """The recipe's, with `rows` rows in a step."""
         return cls(
             seed=recipe.run.seed,
-            packing=recipe.data.packing,
+            packing=recipe.data.packing and not recipe.method_facts.samples,
             max_length=recipe.data.max_length,
             global_batch_size=rows,
         )

@@ -29,7 +29,7 @@ from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file, stage_and_rename
 from finetune.files.hub import find_cache
 
-VERSION = 16  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+VERSION = 17  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 

@@ -39,6 +39,8 @@ class Tokens:
     ratings: NDArray[
         np.int8
     ]  # [documents]: 1 for a good answer (and its mismatched one), -1 for a bad one, 0 where not rated
+    kept_sizes: NDArray[np.int64]  # [documents]: bytes of `kept_bytes`
+    kept_bytes: NDArray[np.uint8]  # of prompts, what rewards read of each row, one after another
     image_counts: NDArray[np.int32]  # [documents]: images
     image_sizes: NDArray[np.int64]  # [images]: bytes of `image_bytes`
     image_bytes: NDArray[np.uint8]  # `EncodedImage.stored()` of each image, one after another
@@ -58,10 +60,16 @@ class TokenStore:
     hashes: NDArray[np.uint64]  # [documents]
     ratings: NDArray[np.int8]  # [documents]
     facts: dict[str, Any]
+    kept_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))  # [documents + 1]
+    kept_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # memory-mapped
     first_images: NDArray[np.int64] | None = None  # [documents + 1]: the first image of each; None: there are none
     image_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))  # [images + 1]
     image_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # memory-mapped
     image_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # [images]
+
+    def read_row(self, document: int) -> Any:
+        """What rewards read of a prompt's row, which data/questions.py has kept."""
+        return json.loads(self.kept_bytes[self.kept_starts[document] : self.kept_starts[document + 1]].tobytes())
 
     def count_images(self, document: int) -> int:
         """The images of a document."""
@@ -101,6 +109,11 @@ class TokenStore:
         return bool(self.facts.get("is_rated", False))
 
     @property
+    def is_asked(self) -> bool:
+        """Whether the documents are prompts, of which nothing is trained on."""
+        return bool(self.facts.get("is_asked", False))
+
+    @property
     def is_text(self) -> NDArray[np.bool_]:
         """bool[documents]: whether it is plain text, in a file that holds nothing else."""
         return ~np.isin(self.files, self.facts["structured_files"])
@@ -119,6 +132,8 @@ COLUMNS: dict[str, Any] = {
     "rows": np.int64,
     "hashes": np.uint64,
     "ratings": np.int8,
+    "kept_sizes": np.int64,
+    "kept_bytes": np.uint8,
     "image_counts": np.int32,
     "image_sizes": np.int64,
     "image_bytes": np.uint8,
@@ -135,12 +150,14 @@ def keep_in_memory(batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]
 
 def _make_store(columns: dict[str, Any], facts: dict[str, Any]) -> TokenStore:
     """A store of what `write_store` writes; lengths and counts become the places where each begins."""
-    lengths, sizes, counts = (columns.pop(name) for name in ("lengths", "image_sizes", "image_counts"))
-    starts, image_starts, first_images = (
-        np.concatenate(([0], np.cumsum(each, dtype=np.int64))) for each in (lengths, sizes, counts)
+    lengths, kept, sizes, counts = (
+        columns.pop(name) for name in ("lengths", "kept_sizes", "image_sizes", "image_counts")
+    )
+    starts, kept_starts, image_starts, first_images = (
+        np.concatenate(([0], np.cumsum(each, dtype=np.int64))) for each in (lengths, kept, sizes, counts)
     )
     images: dict[str, Any] = {"image_starts": image_starts, "first_images": first_images if len(sizes) else None}
-    return TokenStore(**columns, **images, starts=starts, facts=facts)
+    return TokenStore(**columns, **images, starts=starts, kept_starts=kept_starts, facts=facts)
 
 
 def write_store(folder: Path, batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> None:

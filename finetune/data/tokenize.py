@@ -24,6 +24,7 @@ from finetune.data.images import ImageProcessor, hash_images, read_image
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_mismatched, is_empty_answer, join_answer, parse_pair, parse_ratings
+from finetune.data.questions import parse_prompt
 from finetune.data.render import COMPARED, CONTEXT, RenderedText, find_image_token, render, render_turns, write_images
 from finetune.data.sources import RowBatch
 from finetune.data.template import Renderer, add_variables, make_renderer_of
@@ -116,6 +117,7 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource], ParsedRow]] = {
     "answers": parse_row,
     "pairs": parse_pair,
     "ratings": parse_ratings,
+    "prompts": parse_prompt,
 }
 
 
@@ -163,6 +165,7 @@ class SourceStats:
     tally: Tally = field(default_factory=Tally)
     group_size: int = 1  # documents that belong together: 2 for chosen and rejected
     is_rated: bool = False  # the first document of each group is a rated answer
+    is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
     images: int = 0
     image_token_ids: list[int] = field(default_factory=list)  # that only images have, where there are some
     stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: the stream's position after it
@@ -188,7 +191,7 @@ def tokenize_rows(
 
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
-    stats.group_size, stats.is_rated = GROUP_SIZES[kind], kind == "ratings"
+    stats.group_size, stats.is_rated, stats.is_asked = GROUP_SIZES[kind], kind == "ratings", kind == "prompts"
     renderer = make_renderer_of(data, tokenizer)
     reader, encoder = GroupReader(kind), make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
@@ -300,7 +303,8 @@ def _check_tokens(
         stats.image_token_ids = list(images.token_ids)
         digest = xxhash.xxh3_128_hexdigest(tokens.image_hashes.tobytes())
         stats.content.append(digest)  # a run that resumes compares it
-    _add_rows(stats, "nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
+    if not stats.is_asked:
+        _add_rows(stats, "nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
     if bos is not None:
         starts = (np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths)[tokens.lengths > 1]
         doubled = (tokens.input_ids[starts] == bos) & (tokens.input_ids[starts + 1] == bos)
@@ -352,6 +356,7 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     labels[ends[lengths > 0] - 1] = IGNORE_INDEX  # the next token belongs to another document
     counts = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
     stored = [image.stored() for document in documents for image in document.images]
+    kept = [document.row.encode() for document in documents]
     return Tokens(
         input_ids=flat,
         labels=labels,
@@ -361,6 +366,8 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
         rows=np.array([row for _, row in places], np.int64),
         hashes=np.array([_hash(document) for document in documents], np.uint64),
         ratings=np.array([document.rating for document in documents], np.int8),
+        kept_sizes=np.array(list(map(len, kept)), np.int64),
+        kept_bytes=np.frombuffer(b"".join(kept), np.uint8),
         image_counts=np.array([len(document.images) for document in documents], np.int32),
         image_sizes=np.array(list(map(len, stored)), np.int64),
         image_bytes=np.frombuffer(b"".join(stored), np.uint8),

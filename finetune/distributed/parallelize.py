@@ -120,6 +120,31 @@ def gathered(module: nn.Module) -> Iterator[None]:
         module.reshard()
 
 
+@contextmanager
+def keep_gathered(model: nn.Module) -> Iterator[None]:
+    """Gathers all parameters under FSDP2, in the compute dtype, and keeps them for the block. All ranks enter it.
+
+    Forwards within it meet no other rank, so that each rank may run as many as it needs.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    states = [(unit, unit._get_fsdp_state()) for unit in units]
+    before = [
+        (state._auto_reshard_after_forward, [group.post_forward_mesh_info for group in state._fsdp_param_groups])
+        for _, state in states
+    ]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for (unit, state), (is_auto, infos) in zip(states, before, strict=True):
+            state._auto_reshard_after_forward = is_auto
+            for group, info in zip(state._fsdp_param_groups, infos, strict=True):
+                group.post_forward_mesh_info = info
+            unit.reshard()
+
+
 def reshard(model: nn.Module) -> None:
     """Frees the root's parameters, which a forward without a backward leaves gathered under FSDP2."""
     for module in model.modules():

@@ -152,6 +152,12 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The element-wise maximum of every rank's `tensor`, in place, on every rank."""
+        if dist.is_initialized():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
     def sum_over_groups(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `sum`, with each tensor parallel group, whose ranks have computed the same `tensor`, counted once."""
         summed, copies = self.sum(tensor), self.size // self.tensor_group_count

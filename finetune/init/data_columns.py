@@ -19,6 +19,7 @@ from finetune.data.formats import (
     Conversation,
     Document,
     ParsedRow,
+    Question,
     Text,
     TokenRow,
     find_common_pair,
@@ -223,6 +224,8 @@ def join_text(document: Document) -> str:
             return text
         case Completion(prompt, completion):
             return prompt + completion
+        case Question(asked):
+            return asked if isinstance(asked, str) else join_text(asked)
         case TokenRow(ids):
             return "x" * round(len(ids) * CHARACTERS_A_TOKEN)
         case Conversation(messages, _, tools):

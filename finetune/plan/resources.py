@@ -13,7 +13,7 @@ from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
 from finetune.plan.activations import offloaded_bytes
 from finetune.plan.communication import Collective, Links, count_communication
 from finetune.plan.run_spec import NVME_BYTES_PER_SECOND, RunSpec, count_multiplied
-from finetune.plan.step_memory import find_peak
+from finetune.plan.step_memory import find_peak, kv_cache_bytes
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned
@@ -100,6 +100,7 @@ def plan_host(spec: RunSpec) -> Host:
 
 ASSUMED_DEVICE = "H100"
 ASSUMED_MFU = 0.4
+DEVICE_BYTES_PER_SECOND = 3.35e12  # the assumed device's memory
 PCIE_BYTES_PER_SECOND = 25e9  # of one GPU to its host and back
 HOST_BYTES_PER_SECOND = 100e9  # of a node's memory, as AdamW on its CPUs reaches it
 BYTES_PER_TOKEN = 4  # of English text in a large vocabulary; only to guess the length of an epoch from the files' size
@@ -130,6 +131,7 @@ class Speed:
     communication_seconds: float  # of a step, if the computation hid nothing of it; not in seconds_per_step
     awaited_seconds: float  # of these, what layers wait for, so that nothing hides it
     reference_share: float  # of a step's operations: the reference's forward, where adapters are switched off for it
+    rollout_seconds: float  # of a step: completions of full length
     reference_seconds: float | None  # before training, where it is computed once; None: unknown, or not needed
 
     @property
@@ -161,7 +163,8 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         flops += spec.teacher.flop_per_token(spec.recipe.data.max_length)
     offload, files = offload_seconds(spec), files_seconds(spec)
     peak = mix_peaks(PEAK_FLOPS[ASSUMED_DEVICE], _fp8_share(spec, flops))
-    seconds_per_step = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) + offload + files
+    rollout = rollout_seconds(spec, mfu, forward)
+    seconds_per_step = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) + offload + files + rollout
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     optimization = spec.recipe.optimization
     rows = spec.recipe.method_facts.rows
@@ -192,6 +195,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         communication=communication,
         communication_seconds=sum(taken for taken, _ in seconds),
         awaited_seconds=sum(taken for taken, is_awaited in seconds if is_awaited),
+        rollout_seconds=rollout,
         reference_share=again / flops,
         reference_seconds=reference_seconds,
     )
@@ -230,6 +234,24 @@ def offload_seconds(spec: RunSpec) -> float:
     moments = state.optimizer if files is None else files.size
     touched = 2 * state.trained + state.gradients + 2 * moments
     return moved / PCIE_BYTES_PER_SECOND + touched * min(spec.ranks, spec.ranks_per_node) / HOST_BYTES_PER_SECOND
+
+
+def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
+    """Seconds in which a rank samples its completions of a step, each of full length; 0 where it samples none.
+
+    A token of all rows reads every weight and half of a full cache from memory, or computes, whichever takes longer.
+    `forward`: FLOP of a token.
+    """
+    if not spec.recipe.method_facts.samples:
+        return 0.0
+    keys, per_rank = spec.recipe.rollout, -(-spec.rows_per_step // spec.data_ranks)
+    rows = min(keys.per_device_generation_batch_size, per_rank)
+    weights = sum(t.numel // t.divided * min(t.itemsize, spec.computation.itemsize) for t in spec.part_tensors)
+    read = weights + kv_cache_bytes(spec, rows * spec.recipe.data.max_length) / 2
+    speed = mfu * PEAK_FLOPS[ASSUMED_DEVICE]
+    token = max(read / DEVICE_BYTES_PER_SECOND, rows * forward / speed)
+    prompts = per_rank / keys.num_generations * (spec.recipe.data.max_length - keys.max_completion_length)
+    return -(-per_rank // rows) * keys.max_completion_length * token + prompts * forward / speed
 
 
 def files_seconds(spec: RunSpec) -> float:

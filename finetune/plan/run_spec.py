@@ -228,8 +228,8 @@ class RunSpec:
 
     @property
     def weighs_documents(self) -> bool:
-        """Whether the loss takes the log-probabilities of documents, as preference training does, not their sum."""
-        return self.recipe.method_facts.documents > 1
+        """Whether the loss weighs log-probabilities one by one or by document, and does not take their sum."""
+        return self.recipe.method_facts.documents > 1 or self.recipe.method_facts.samples
 
     @property
     def reference(self) -> Literal["adapters off", "stored"] | None:
@@ -270,14 +270,20 @@ class RunSpec:
         return compute_global_batch_size(self.recipe.batch, self.data_ranks)
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows in an optimizer step over all ranks: of sampled completions, as many as there are at most."""
+        sampled = self.recipe.rollout.num_generations if self.recipe.method_facts.samples else 1
+        return self.global_batch_size * sampled
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens in an optimizer step over all ranks if every row is full."""
-        return self.global_batch_size * self.recipe.row_tokens
+        return self.rows_per_step * self.recipe.row_tokens
 
     @property
     def accumulation(self) -> int:
         """Micro-batches in a step on one rank; the last may contain filler rows."""
-        return -(-self.global_batch_size // (self.rows * self.data_ranks))
+        return -(-self.rows_per_step // (self.rows * self.data_ranks))
 
 
 def count_multiplied(architecture: Architecture) -> int:

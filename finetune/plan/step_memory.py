@@ -199,10 +199,12 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     largest_shard = max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
     before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
     evaluated = spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
-    held_out = _forward(spec, at_rest, "a held-out batch", evaluated)
+    rollout = plan_rollout(spec, at_rest)
+    held_out = rollout or _forward(spec, at_rest, "a held-out batch", evaluated)
     by_name = {
         "load": [loaded],
         **({"reference": before} if before else {}),
+        **({"rollout": [rollout]} if rollout is not None else {}),
         "first step": step if in_files else _first_step(spec, step),
         "steady step": step,
         "evaluation": [*_teacher_first(spec, at_rest, evaluated), held_out],
@@ -214,6 +216,34 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
         Phase(name, max((_with_overhead(spec, point) for point in points), key=lambda point: point.total))
         for name, points in by_name.items()
     )
+
+
+SAMPLED_BYTES = 32  # of a logit that is sampled from: fp32 logits and probabilities, their sum in fp64
+
+
+def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
+    """While completions are sampled: all parameters gathered, and a full key-value cache; None where none are."""
+    if not spec.recipe.method_facts.samples:
+        return None
+    a, run, keys = spec.computed, spec.computation, spec.recipe.rollout
+    rows = min(keys.per_device_generation_batch_size, -(-spec.rows_per_step // spec.data_ranks))
+    prompts = -(-rows // keys.num_generations) * (spec.recipe.data.max_length - keys.max_completion_length)
+    gathered = sum(t.numel // t.divided * min(t.itemsize, run.itemsize) for t in spec.part_tensors)
+    forward = _forward(spec, at_rest, "completions sampled", prompts)
+    # A layer's keys and values beside their copy with one token more.
+    cache = kv_cache_bytes(spec, rows * spec.recipe.data.max_length) * (a.layers + 1) // a.layers
+    return replace(
+        forward,
+        gathered=gathered if spec.sharding.is_fsdp else forward.gathered,
+        activations=cache + max(forward.activations, rows * evaluation_bytes(a, run)),
+        loss=rows * a.vocabulary * SAMPLED_BYTES,
+    )
+
+
+def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
+    """The keys and values of so many tokens in all layers, as if each attended to all of its document."""
+    a = spec.computed
+    return int(2 * tokens * a.layers * a.key_value_heads * a.mean_head_size * spec.computation.itemsize)
 
 
 def find_peak(spec: RunSpec) -> Snapshot:

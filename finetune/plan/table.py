@@ -77,7 +77,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             f"{spec.reduced_dtype}; activation checkpointing {checkpointing}",
             *(["update     each parameter in the backward, its gradient freed at once"] * in_backward),
             *_describe_method(spec),
-            f"batch      {spec.global_batch_size} rows x {recipe.row_tokens:,} tokens a step = {tokens:,} tokens: "
+            f"batch      {spec.rows_per_step} rows x {recipe.row_tokens:,} tokens a step = {tokens:,} tokens: "
             f"{data_ranks} x {counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}",
             *([assumed] if ranks_assumed else []),
         ]
@@ -88,6 +88,13 @@ def _describe_method(spec: RunSpec) -> list[str]:
     """The method of preference training, and where its reference comes from."""
     if not spec.weighs_documents:
         return []
+    if spec.recipe.method_facts.samples:
+        keys = spec.recipe.rollout
+        return [
+            f"method     {spec.recipe.method.method}: {keys.num_generations} completions of "
+            f"{counted(spec.global_batch_size, 'prompt')} a step, of up to {keys.max_completion_length:,} tokens each, "
+            f"{keys.per_device_generation_batch_size} at once on a rank; as if each filled a row"
+        ]
     rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
     references = {
         "adapters off": "the model with its adapters off: one more forward of each micro-batch, without gradients",
@@ -168,6 +175,11 @@ def format_speed(found: Speed, ranks: int) -> str:
         f"at {found.mfu:.0%} of {found.peak_flops / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
         f"{found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu",
     ]
+    if found.rollout_seconds:
+        lines.append(
+            f"of a step, {format_duration(found.rollout_seconds)} are completions of full length, as fast as memory is "
+            "read or tokens are computed"
+        )
     if found.reference_share:
         lines.append(f"of a step, {found.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)")
     if found.reference_seconds is not None:

@@ -23,6 +23,7 @@ from finetune.training.watch import SignalListener
 
 SAMPLES = "samples.jsonl"
 ACCURACY = "rewards/accuracies"  # the share of pairs whose chosen answer has the larger reward
+REWARD = "reward"  # of answers to held-out prompts, their mean
 SAMPLE_TOKENS = 64  # of an answer to one of sample_prompts, at most
 
 
@@ -78,11 +79,13 @@ def evaluate(
 
 
 def describe_order(metrics: Mapping[str, float]) -> str:
-    """The share of pairs in order; empty where it was not measured.
+    """The share of pairs in order, or the mean reward; empty where neither was measured.
 
-    >>> describe_order({ACCURACY: 0.75}), describe_order({})
-    (', 75% of the pairs in order', '')
+    >>> describe_order({ACCURACY: 0.75}), describe_order({"reward": 0.5}), describe_order({})
+    (', 75% of the pairs in order', ', mean reward 0.5', '')
     """
+    if REWARD in metrics:
+        return f", mean reward {metrics[REWARD]:.4g}"
     return f", {metrics[ACCURACY]:.0%} of the pairs in order" if ACCURACY in metrics else ""
 
 

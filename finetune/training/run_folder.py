@@ -26,6 +26,7 @@ from finetune.errors import UserError
 from finetune.files.durable import replace_file, restore_exports, restore_folder
 
 METRICS = "metrics.jsonl"
+COMPLETIONS = "completions.jsonl"  # what was sampled, and what it was worth
 RECIPE = "recipe.yaml"
 
 

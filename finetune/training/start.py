@@ -25,7 +25,7 @@ from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.export.merge_choice import write_comparison_rows
-from finetune.files.run_json import read_json_lines
+from finetune.files.run_json import append_json_lines, read_json_lines
 from finetune.flops import flop_per_token_of
 from finetune.models.load import ModelSize, load_teacher
 from finetune.models.probe import check_training_forward
@@ -34,11 +34,12 @@ from finetune.progress import Progress
 from finetune.training.evaluate import SAMPLES
 from finetune.training.hooks import Hooks
 from finetune.training.objectives.distill import Distillation, teacher_flop_per_token
+from finetune.training.objectives.policy import PolicyObjective, make_policy_objectives
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
-from finetune.training.objectives.sft import SFT, Objectives
+from finetune.training.objectives.sft import SFT, Objective, Objectives
 from finetune.training.profile import profile_steps
 from finetune.training.reference import find_references
-from finetune.training.run_folder import METRICS, choose_run_name, describe_run, write_data_report
+from finetune.training.run_folder import COMPLETIONS, METRICS, choose_run_name, describe_run, write_data_report
 from finetune.training.screens import first_screen
 from finetune.training.throughput import find_fp8_share, peak_flops
 from finetune.training.training_run import TrainingRun
@@ -66,6 +67,8 @@ def make_objectives(
             raise UserError(f"teacher_model_name_or_path: {error}") from error
         return Objectives(Distillation(teacher), Distillation(teacher))
     facts = recipe.method_facts
+    if facts.samples:
+        return make_policy_objectives(model, recipe, data, world)
     if facts.rows == "answers":
         return Objectives(SFT, SFT)
     references = find_references(model, recipe, data, inputs, signals, world) if facts.needs_reference else None
@@ -124,7 +127,7 @@ def start_run(
         folder=folder,
         tokenizer=tokenizer,
         data=data,
-        read_batches=partial(read_batches, recipe, world, folder, data, log),
+        read_batches=partial(read_batches, recipe, world, folder, data, objectives.training, log),
         prompts=tuple(data.held_out_prompts(recipe.run.exact_match_samples)),
         sample_prompts=tuple(Prompt(prompt_ids(text, tokenizer), "") for text in recipe.run.sample_prompts),
         model=model,
@@ -171,6 +174,7 @@ def open_log(
             if isinstance(batches, StoredBatches):  # for the export's choice of a base; a stream keeps none
                 write_comparison_rows(folder, batches.examples, held_out=data.evaluation is not None)
         samples = drop_later_lines(folder / SAMPLES, step)
+        drop_later_lines(folder / COMPLETIONS, step)
         log = MetricsLog(folder / METRICS, data.train.steps, step, trackers)
         lines = [line for line in read_json_lines(folder / METRICS) if line is not None and line.get("step") == step]
         results = {key: value for line in lines for key, value in line.items() if key in ("eval_loss", "exact_match")}
@@ -182,11 +186,31 @@ def open_log(
 
 
 def read_batches(
-    recipe: Recipe, world: World, folder: Path, data: PreparedData, log: MetricsLog, from_step: int
+    recipe: Recipe,
+    world: World,
+    folder: Path,
+    data: PreparedData,
+    objective: Objective,
+    log: MetricsLog,
+    from_step: int,
 ) -> Iterator[StepBatch]:
-    """This rank's batches from `from_step` (0-based) to the end, those of `profile_steps` under the profiler."""
-    batches = data.train.batches(from_step, stream_reporter(world, folder, log))
+    """This rank's batches from `from_step` (0-based) to the end, those of `profile_steps` under the profiler.
+
+    Where the method samples, each is sampled when it is asked for: from the weights after the step before.
+    """
+    if isinstance(objective, PolicyObjective):
+        batches = objective.rollouts.batches(from_step, partial(write_completions, folder, log))
+    else:
+        batches = data.train.batches(from_step, stream_reporter(world, folder, log))
     return profile_steps(batches, recipe.run.profile_steps, folder, world.rank)
+
+
+def write_completions(folder: Path, log: MetricsLog, lines: list[dict[str, Any]]) -> None:
+    """Adds lines to completions.jsonl. They are only looked at: a full disk does not end the run."""
+    try:
+        append_json_lines(folder / COMPLETIONS, lines)
+    except OSError as error:
+        log.say(f"{folder / COMPLETIONS}: cannot be written ({error.strerror}); the run continues")
 
 
 def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:

@@ -52,6 +52,7 @@ CPU = MachineFacts(device="cpu")
 A100 = MachineFacts(device="cuda", gpu="NVIDIA A100", capability=(8, 0))
 CODE = f"{Path(__file__)}:test_no_rule"
 LORA, NVME = "use_peft=true", ["optim_offload=nvme", "offload_dir=/nvme"]
+GRPO = ["method=grpo", "rewards=[length]", "max_completion_length=16"]
 BACKWARD = ["optim_in_backward=true", "max_grad_norm=null"]
 
 # What is asked of the recipe, the layout, its ranks, config.json, the machine -> a part of the sentence.
@@ -170,6 +171,11 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (NVME, Sharding(layout="ddp"), 2, None, None, "optim_offload: nvme requires FSDP2"),
     (NVME, replace(FSDP2, mixed_precision="fp16"), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp16"),
     (NVME, replace(FSDP2, fp8=Fp8()), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp8"),
+    # sampled completions
+    (GRPO, Sharding(layout="fsdp1"), 2, None, None, "fsdp_version: 1 cannot be combined with method: grpo: it cannot keep the model gathered"),
+    (GRPO, SP, 4, None, None, "cp_size cannot be combined with method: grpo: the ratio of a sequence is not summed over its ranks"),
+    (GRPO, EP, 2, None, None, "expert_parallel_size cannot be combined with method: grpo: ranks sample completions of different"),
+    (GRPO, replace(FSDP2, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with method: grpo"),
     # rows
     ([], FSDP2, 2, LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "has linear_attention layers, in which packed"),
     ([], FSDP2, 2, LLAMA | {"model_type": "mpt"}, None, "M: mpt computes attention in its own code and cannot be trained on packed "
@@ -307,6 +313,43 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
             False,
         ),
         (["exact_match_samples=5"], None, None, "exact_match_samples, but no held-out rows; set eval_datasets", False),
+        *(
+            ([*GRPO, *keys], None, None, said, False)
+            for keys, said in [
+                (["rewards=[]"], "method: grpo learns from rewards; set rewards, such as [exact_answer]"),
+                (["reward_weights=[1, 2]"], "reward_weights: 2 numbers for 1 rewards; give one for each"),
+                (["loss_type=ipo"], "loss_type: ipo is not for method: grpo; set one of grpo, dapo,"),
+                (
+                    ["max_length=16"],
+                    "max_completion_length: 16 leaves no room for a prompt in 16 tokens; raise max_length",
+                ),
+                (
+                    ["overlength=truncate"],
+                    "overlength: truncate would cut the question that grpo asks; set drop or error",
+                ),
+                (
+                    ["loss_type=cispo"],
+                    "bounds the probability ratio itself by epsilon_high, which is to be above 1; set",
+                ),
+                (["loss_type=rloo", "scale_rewards=none"], "scale_rewards has no effect with loss_type: rloo"),
+                (["loss_type=rloo", "importance_sampling_level=sequence"], "whose ratio is the sequence's; remove it"),
+                (["attention_dropout=0.1"], "dropout cannot be combined with method: grpo: the model that learns"),
+                (["neftune_noise_alpha=5"], "neftune_noise_alpha cannot be combined with method: grpo: the model"),
+                (["streaming=true", "max_steps=3"], "streaming cannot be combined with method: grpo: a step draws"),
+                (["exact_match_samples=5", "eval_split_size=2"], "held-out prompts are answered and rewarded at every"),
+                (BACKWARD, "optim_in_backward cannot be combined with method: grpo: how many micro-batches"),
+                (["assistant_only_loss=false"], "assistant_only_loss cannot be combined with method: grpo"),
+                (["turns=last"], "turns cannot be combined with method: grpo: completions are all that is trained on"),
+                (["top_p=0.9"], "top_p: no such key: completions are sampled from all of the vocabulary"),
+            ]
+        ),
+        (
+            [*GRPO, "loss_type=dr_grpo"],
+            None,
+            None,
+            "loss_type: dr_grpo without scale_rewards: none: its paper divides by no standard deviation",
+            True,
+        ),
     ],
 )
 def test_keys_without_effect_are_named(

@@ -6,6 +6,7 @@ import pytest
 
 from finetune.config.methods import METHODS, Method
 from finetune.config.reader import read_recipe, to_dict, write_recipe
+from finetune.config.rollouts import Rollout
 from finetune.config.schema import keys_of
 from finetune.errors import UserError
 
@@ -31,6 +32,7 @@ def read(*keys: str) -> list[str]:
         ["method=orpo", "beta=0.2", "overlength=drop"],
         ["method=simpo", "beta=2", "simpo_gamma=1.2"],
         ["method=kto", "desirable_weight=1.3", "undesirable_weight=0"],
+        ["method=grpo", "rewards=['exact_answer']", "loss_type=rloo", "num_generations=2", "epsilon=0.1"],
         ["method=distill", "teacher_model_name_or_path=some/teacher", "teacher_model_revision=main", "teacher_load_in_4bit=True", "distill_beta=0", "temperature=2", "distill_alpha=0.5", "label_smoothing=0.1"],
     ],
 )  # fmt: skip
@@ -47,8 +49,8 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        (["beta=0.2"], "beta has no effect with method: sft; it is for dpo, orpo, simpo, kto"),
-        (["method=orpo", "loss_type=hinge"], "loss_type has no effect with method: orpo; it is for dpo"),
+        (["beta=0.2"], "beta has no effect with method: sft; it is for dpo, orpo, simpo, kto, grpo"),
+        (["method=orpo", "loss_type=hinge"], "loss_type has no effect with method: orpo; it is for dpo, grpo"),
         (["method=kto", "simpo_gamma=1"], "simpo_gamma has no effect with method: kto; it is for simpo"),
         (["method=simpo", "label_smoothing=0.1"], "label_smoothing has no effect with method: simpo; it is for sft, dpo"),
         (["method=distill", "teacher_model_name_or_path=a/b", "label_smoothing=0.1"], "label_smoothing applies to the cross entropy, which"),
@@ -59,14 +61,16 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
         (["eaft_alpha=2"], "eaft_alpha has no effect without token_loss: eaft"),
         (["method=dpo", "label_smoothing=0.5"], "label_smoothing: 0.5: under dpo it is the share of pairs whose order is"),
         (["method=distill"], "method: distill learns from a teacher; set teacher_model_name_or_path"),
-        (["temperature=2"], "temperature has no effect with method: sft; it is for distill"),
+        (["temperature=2"], "temperature has no effect with method: sft; it is for distill, grpo"),
         (["method=dpo", "overlength=split"], "overlength: split would cut up the answers that method: dpo compares"),
         (["method=kto", "assistant_only_loss=false"], "assistant_only_loss: false has no effect with method: kto"),
         (["method=dpo", "turns=split"], "turns has no effect where answers are compared"),
         (["turns=last", "assistant_only_loss=false"], "turns has no effect where answers are compared"),
-        (["method=ppo"], 'method: "ppo" does not fit; one of sft, dpo, orpo, simpo, kto, distill is expected'),
+        (["method=ppo"], 'method: "ppo" does not fit; one of sft, dpo, orpo, simpo, kto, distill, grpo is expected'),
         (["method=distill", "teacher_model_name_or_path=./nowhere"], "teacher_model_name_or_path: ./nowhere: no such"),
-        (["method=dpo", "beta=0"], "beta: 0 does not fit; a number above 0 is expected"),
+        (["method=dpo", "beta=0"], "beta: 0: method: dpo would learn nothing; set a number above 0"),
+        (["method=dpo", "beta=-1"], "beta: -1 does not fit; a number of at least 0 is expected"),
+        (["num_generations=4"], "num_generations has no effect with method: sft; it is for grpo"),
     ],
 )  # fmt: skip
 def test_a_key_that_the_method_does_not_use_is_refused_with_those_that_do(keys: list[str], problem: str) -> None:
@@ -76,7 +80,8 @@ def test_a_key_that_the_method_does_not_use_is_refused_with_those_that_do(keys: 
 
 def test_every_key_belongs_to_a_method() -> None:
     of_methods = {key for facts in METHODS.values() for key in facts.keys}
-    assert of_methods == keys_of(Method).keys() - {"method"} | {"label_smoothing", "token_loss", "eaft_alpha"}
+    own = keys_of(Method).keys() - {"method"} | keys_of(Rollout).keys()
+    assert of_methods == own | {"label_smoothing", "token_loss", "eaft_alpha"}
     assert all(key.same_on_resume for key in keys_of(Method).values())
 
 

@@ -63,10 +63,12 @@ NUMBERS: dict[str, list[Any]] = {
     "offload_dir": ["FOLDER"],
     "dtype": ["bfloat16"],
     "profile_steps": [[1, 1], [5, 2]],
+    "epsilon_high": [0.3, 5.0],
 }
 ROWS = {
     "answers": {"prompt": "Say {}", "completion": "It is {}"},
     "pairs": {"prompt": "Say {}", "chosen": "It is {}", "rejected": "No {}"},
+    "prompts": {"prompt": "Say {}", "completion": "It is {}"},
     "ratings": {"prompt": "Say {}", "completion": "It is {}", "label": True},
 }
 
@@ -118,6 +120,8 @@ class Place:
             keys["datasets"] = [{"path": str(self.folder / f"{rows}.jsonl")}]
             if keys.get("method") == "distill":
                 keys["teacher_model_name_or_path"] = str(self.folder / "model")
+            if METHODS[keys.get("method", "sft")].samples:
+                keys |= {"rewards": ["length"], "max_completion_length": 8, "num_generations": 2}
             if keys.get("optim_offload") == "nvme":
                 keys["offload_dir"] = str(self.folder / "state")
             try:

@@ -79,10 +79,11 @@ def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_ty
 
 
 class LogitTransform(NamedTuple):
-    """What a model does to its head's output before the softmax: softcap * tanh(scale * logits / softcap)."""
+    """What is done to a head's output before the softmax: softcap * tanh(scale * logits / softcap) / temperature."""
 
     scale: float = 1.0
     softcap: float | None = None
+    temperature: float = 1.0
 
     @classmethod
     def from_config(cls, config: Any) -> "LogitTransform":
@@ -102,13 +103,18 @@ class LogitTransform(NamedTuple):
         """
         if self.scale != 1.0:
             scores = scores.to(widen(scores.dtype)) * self.scale
-        if self.softcap is None:
-            return scores, None
-        capped = torch.tanh(scores.to(widen(scores.dtype)) / self.softcap)
-        return capped * self.softcap, capped
+        capped = None
+        if self.softcap is not None:
+            capped = torch.tanh(scores.to(widen(scores.dtype)) / self.softcap)
+            scores = capped * self.softcap
+        if self.temperature != 1.0:
+            scores = scores.to(widen(scores.dtype)) / self.temperature
+        return scores, capped
 
     def backward(self, grad: Tensor, capped: Tensor | None) -> Tensor:
         """The gradient to the scores, in place of that to the logits. `capped`: from `forward`."""
+        if self.temperature != 1.0:
+            grad /= self.temperature
         if capped is not None:
             grad *= 1 - capped.square()
         if self.scale != 1.0:

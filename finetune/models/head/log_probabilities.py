@@ -24,13 +24,20 @@ from finetune.models.head.cross_entropy import CrossEntropyHead
 
 
 def head_log_probabilities(
-    head: CrossEntropyHead, hidden: Tensor, labels: Tensor, trained_positions: Tensor | None
+    head: CrossEntropyHead,
+    hidden: Tensor,
+    labels: Tensor,
+    trained_positions: Tensor | None,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """A `HeadFunction`: `model(..., head_function=head_log_probabilities)` returns fp32[trained positions]."""
+    """A `HeadFunction`: `model(..., head_function=head_log_probabilities)` returns fp32[trained positions].
+
+    `temperature`: what the logits are divided by.
+    """
     if trained_positions is None:
         trained_positions = torch.arange(len(labels), device=labels.device)
     weight, bias, shard = find_local_head(head.weight, head.bias)
-    chunks = ChunkOptions(head.logits, shard=shard, function=head.chunk_function)
+    chunks = ChunkOptions(head.logits._replace(temperature=temperature), shard=shard, function=head.chunk_function)
     return linear_log_probabilities(hidden, weight, labels, trained_positions, chunks, bias=bias)
 
 

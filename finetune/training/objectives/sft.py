@@ -19,14 +19,17 @@ class Measured:
     loss_sum: Tensor  # fp32, 0-dim
     # By the name of a metric, fp32[2]: a sum, and what it is divided by. The same names on every rank.
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # fp32, 0-dim: the largest of a number, not below 0
 
     def __add__(self, other: "Measured") -> "Measured":
         metrics = {name: self.metrics.get(name, 0) + pair for name, pair in other.metrics.items()}
-        return Measured(self.loss_sum + other.loss_sum, {**self.metrics, **metrics})
+        maxima = {name: torch.maximum(self.maxima.get(name, most), most) for name, most in other.maxima.items()}
+        return Measured(self.loss_sum + other.loss_sum, {**self.metrics, **metrics}, {**self.maxima, **maxima})
 
     def detach(self) -> "Measured":
         """The same without the graph."""
-        return Measured(self.loss_sum.detach(), {name: pair.detach() for name, pair in self.metrics.items()})
+        metrics, maxima = ({name: value.detach() for name, value in of.items()} for of in (self.metrics, self.maxima))
+        return Measured(self.loss_sum.detach(), metrics, maxima)
 
     def average(self, count: int, world: World) -> tuple[float, dict[str, float]]:
         """Averages over all ranks. All ranks call it.
@@ -40,6 +43,8 @@ class Measured:
         """
         total, *pairs = world.sum_over_groups(torch.cat([self.loss_sum[None], *self.metrics.values()])).tolist()
         means = {name: pairs[2 * i] / pairs[2 * i + 1] for i, name in enumerate(self.metrics) if pairs[2 * i + 1]}
+        if self.maxima:
+            means |= zip(self.maxima, world.largest(torch.stack([*self.maxima.values()])).tolist(), strict=True)
         return total / count if count else float("nan"), means
 
 

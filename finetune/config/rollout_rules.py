@@ -1,0 +1,141 @@
+"""The rules of methods that sample completions from the model in training. Torch-free."""
+
+from finetune.config.facts import Case, Rule
+from finetune.config.methods import SAMPLED
+from finetune.config.rollouts import POLICY_LOSSES
+from finetune.config.schema import recipe_keys
+
+WHO = f"method: {' or '.join(SAMPLED)}"
+
+
+def samples(case: Case) -> bool:
+    """Whether the recipe's method samples completions."""
+    return case.recipe.method_facts.samples
+
+
+def _is_set(case: Case, key: str) -> bool:
+    return bool(case[key] != recipe_keys()[key].default)
+
+
+def _baseline(case: Case) -> str:
+    loss = POLICY_LOSSES.get(case["loss_type"])
+    return loss.baseline if loss else "group"
+
+
+def _refused(key: str, why: str, advice: str = "") -> Rule:
+    return Rule(
+        name=f"{key} with sampled completions",
+        keys=(key, "method"),
+        when=lambda c: samples(c) and _is_set(c, key),
+        message=lambda c: f"{key} cannot be combined with {WHO}: {why}",
+        advice=advice or f"remove {key}",
+    )
+
+
+def _not_under(name: str, keys: tuple[str, ...], when: object, why: str, advice: str) -> Rule:
+    assert callable(when)
+    return Rule(
+        name=f"{name} with sampled completions",
+        keys=(*keys, "method"),
+        needs=("layout",),
+        when=lambda c: samples(c) and when(c),
+        message=lambda c: f"{name} cannot be combined with {WHO}: {why}",
+        advice=advice,
+    )
+
+
+OFF_POLICY = "the model that learns would not be the one that was sampled, and the probability ratio is no longer 1"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="no rewards", keys=("rewards", "method"), when=lambda c: samples(c) and not c["rewards"],
+        message=f"{WHO} learns from rewards",
+        advice="set rewards, such as [exact_answer] or [my_rewards.py:right]",
+    ),
+    Rule(
+        name="a weight for each reward", keys=("reward_weights", "rewards"),
+        when=lambda c: samples(c) and c["reward_weights"] is not None
+        and len(c["reward_weights"]) != len(c["rewards"]),
+        message=lambda c: f"reward_weights: {len(c['reward_weights'])} numbers for {len(c['rewards'])} rewards",
+        advice="give one for each",
+    ),
+    Rule(
+        name="loss_type of another method", keys=("loss_type", "method"),
+        when=lambda c: "loss_type" in c.recipe.method_facts.keys
+        and c["loss_type"] not in c.recipe.method_facts.losses,
+        message="loss_type: {loss_type} is not for method: {method}",
+        advice=lambda c: f"set one of {', '.join(c.recipe.method_facts.losses)}",
+    ),
+    Rule(
+        name="beta of nothing", keys=("beta", "method"),
+        when=lambda c: not samples(c) and "beta" in c.recipe.method_facts.keys and c["beta"] == 0,
+        message="beta: 0: method: {method} would learn nothing", advice="set a number above 0",
+    ),
+    Rule(
+        name="no room for a prompt", keys=("max_completion_length", "max_length"),
+        when=lambda c: samples(c) and c["max_completion_length"] >= c["max_length"],
+        message="max_completion_length: {max_completion_length} leaves no room for a prompt in {max_length} tokens",
+        advice="raise max_length, or lower max_completion_length",
+    ),
+    Rule(
+        name="prompts that are cut", keys=("overlength", "method"),
+        when=lambda c: samples(c) and c["overlength"] in ("truncate", "split"),
+        message="overlength: {overlength} would cut the question that {method} asks", advice="set drop or error",
+    ),
+    Rule(
+        name="the largest ratio", keys=("epsilon_high", "loss_type"),
+        when=lambda c: samples(c) and c["loss_type"] in POLICY_LOSSES
+        and POLICY_LOSSES[c["loss_type"]].bound == "weight" and (c["epsilon_high"] or 0) < 1,
+        message="loss_type: {loss_type} bounds the probability ratio itself by epsilon_high, which is to be above 1",
+        advice="set epsilon_high: 5",
+    ),
+    Rule(
+        name="scale_rewards without groups", keys=("scale_rewards", "loss_type"),
+        when=lambda c: samples(c) and _is_set(c, "scale_rewards") and _baseline(c) != "group",
+        message="scale_rewards has no effect with loss_type: {loss_type}, which has a baseline of its own",
+        advice="remove it",
+    ),
+    Rule(
+        name="importance_sampling_level of sums", keys=("importance_sampling_level", "loss_type"),
+        when=lambda c: samples(c) and _is_set(c, "importance_sampling_level")
+        and c["loss_type"] in POLICY_LOSSES and POLICY_LOSSES[c["loss_type"]].average == "sums",
+        message="importance_sampling_level has no effect with loss_type: {loss_type}, whose ratio is the sequence's",
+        advice="remove it",
+    ),
+    Rule(
+        name="a scale beside Dr. GRPO", keys=("scale_rewards", "loss_type"),
+        when=lambda c: samples(c) and c["loss_type"] in POLICY_LOSSES
+        and POLICY_LOSSES[c["loss_type"]].average == "budget" and c["scale_rewards"] != "none",
+        message="loss_type: {loss_type} without scale_rewards: none: its paper divides by no standard deviation",
+        is_note=True,
+    ),
+    Rule(
+        name="dropout of sampled completions", keys=("lora_dropout", "attention_dropout", "method"),
+        when=lambda c: samples(c) and (c["lora_dropout"] or c["attention_dropout"]),
+        message=f"dropout cannot be combined with {WHO}: {OFF_POLICY}", advice="set it to 0",
+    ),
+    _refused("neftune_noise_alpha", OFF_POLICY),
+    _refused("streaming", "a step draws its prompts by number"),
+    _refused("exact_match_samples", "held-out prompts are answered and rewarded at every evaluation anyway"),
+    _refused("optim_in_backward", "how many micro-batches completions fill is known only once they are sampled"),
+    _refused("assistant_only_loss", "completions are all that is trained on"),
+    _refused("turns", "completions are all that is trained on"),
+    _refused("train_on_reasoning", "completions are all that is trained on"),
+    _not_under(
+        "fsdp_version: 1", ("fsdp_version",), lambda c: c.layout.layout == "fsdp1",
+        "it cannot keep the model gathered while it samples", "set fsdp_version: 2, or use ddp",
+    ),
+    _not_under(
+        "cp_size", ("cp_size",), lambda c: c.layout.sequence_parallel_size > 1,
+        "the ratio of a sequence is not summed over its ranks", "set cp_size (or sp_size) to 1, or use tp_size",
+    ),
+    _not_under(
+        "expert_parallel_size", ("expert_parallel_size",), lambda c: c.layout.expert_parallel_size > 1,
+        "ranks sample completions of different lengths, and would wait for each other's tokens",
+        "set expert_parallel_size: 1",
+    ),
+    _not_under(
+        "mixed_precision: fp8", ("mixed_precision",), lambda c: c.layout.fp8 is not None,
+        "one token at a time has too few rows for FP8's products", "set mixed_precision: bf16",
+    ),
+)  # fmt: skip

@@ -1,0 +1,115 @@
+"""The embedded engine: the model in training itself samples, where it is, with a key-value cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from finetune.distributed.parallelize import keep_gathered, unwrap
+from finetune.distributed.world import World
+from finetune.pretrained_config import text_config_of
+from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+
+
+class EmbeddedEngine:
+    """Samples `rows` completions at once; the next begin when these have ended.
+
+    A prompt is read once for all of its completions. A completion that has ended leaves the batch.
+    """
+
+    def __init__(self, model: nn.Module, world: World, stop_ids: Sequence[int], rows: int) -> None:
+        self._model, self._world, self._rows = model, world, rows
+        self._stop_ids = torch.tensor(sorted(stop_ids), device=world.device)
+
+    @torch.no_grad()
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
+        """A completion of each request. All ranks call it: together they gather the model, and free it at the end."""
+        was_training = self._model.training
+        self._model.eval()
+        # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would run uncompiled.
+        with keep_gathered(self._model), torch.compiler.set_stance("force_eager"):
+            waves = (requests[start : start + self._rows] for start in range(0, len(requests), self._rows))
+            sampled = [each for wave in waves for each in self._sample_together(wave, sampling)]
+        self._model.train(was_training)
+        return sampled
+
+    def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
+        transformer: Any = unwrap(self._model)
+        device, most = self._world.device, sampling.max_tokens
+        cache = DynamicCache(config=text_config_of(transformer.config))
+        mask, logits = self._read_prompts(transformer, cache, requests)
+        uniforms = torch.from_numpy(np.stack([request.draw_uniforms(most) for request in requests])).to(device)
+        tokens = torch.zeros(len(requests), most, dtype=torch.int64, device=device)
+        found = torch.zeros(2, len(requests), most, device=device)  # log-probabilities, entropies
+        lengths = torch.full((len(requests),), most)
+        stopped = torch.zeros(len(requests), dtype=torch.bool)
+        alive = torch.arange(len(requests), device=device)
+        for step in range(most):
+            drawn, *measured = draw_tokens(logits, uniforms[alive, step], sampling)
+            tokens[alive, step], found[:, alive, step] = drawn, torch.stack(measured)
+            ends = torch.isin(drawn, self._stop_ids)
+            if ends.any():
+                ended = alive[ends].cpu()
+                lengths[ended], stopped[ended] = step + 1, True
+                going = (~ends).nonzero().squeeze(1)
+                alive, drawn, mask = alive[going], drawn[going], mask[going]
+                if not len(alive):
+                    break
+                cache.reorder_cache(going)
+            if step + 1 < most:
+                mask = torch.cat((mask, mask.new_ones(len(alive), 1)), 1)
+                positions = mask.sum(1, keepdim=True) - 1
+                logits = _forward(transformer, drawn[:, None], mask, positions, cache)
+        on_host = zip(tokens.cpu(), found[0].cpu(), found[1].sum(1).tolist(), lengths.tolist(), stopped, strict=True)
+        return [
+            Sampled(ids[:n].tolist(), logs[:n].tolist(), entropy, Ended.STOPPED if stop else Ended.CUT)
+            for ids, logs, entropy, n, stop in on_host
+        ]
+
+    def _read_prompts(
+        self, transformer: Any, cache: DynamicCache, requests: Sequence[Request]
+    ) -> tuple[Tensor, Tensor]:
+        """Fills the cache. Returns the mask int64[requests, tokens] and the logits after each prompt."""
+        device = self._world.device
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        logits = _forward(transformer, ids, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)
+        number = {prompt: index for index, prompt in enumerate(prompts)}
+        of_request = torch.tensor([number[request.prompt_ids] for request in requests], device=device)
+        cache.reorder_cache(of_request)
+        return mask[of_request], logits[of_request]
+
+
+def _forward(transformer: Any, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    """fp32[rows, vocabulary]: the logits after the last token of each row."""
+    keys = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    logits: Tensor = transformer(input_ids=ids, attention_mask=mask, position_ids=positions, **keys).logits
+    return logits[:, -1].float()
+
+
+def draw_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """The next token of each row, its log-probability and the entropy of what it was drawn from.
+
+    Drawn by the inverse of the cumulative distribution, in fp64: the same number gives the same token, unless rounding
+    has moved a border between two tokens over it.
+
+    Args:
+        logits: fp32[rows, vocabulary].
+        uniforms: float64[rows], in [0, 1).
+        sampling: With its temperature.
+    """
+    log_probabilities = torch.log_softmax(logits / sampling.temperature, -1)
+    probabilities = log_probabilities.exp()
+    if sampling.greedy:
+        drawn = logits.argmax(-1)
+    else:
+        cumulative = probabilities.double().cumsum(-1)
+        wanted = uniforms[:, None] * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    entropy = -(probabilities * log_probabilities.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+    return drawn, log_probabilities.gather(1, drawn[:, None]).squeeze(1), entropy

@@ -1,0 +1,125 @@
+"""The process in which rewards are computed: JSON lines in and out, functions of a user's files between. No torch here.
+
+The first line says which functions; every other line is a step. What the functions print goes to stderr. The process
+ends when its input does, so that it outlives no run.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from finetune.config.user_code import explained, load, place_of
+from finetune.errors import UserError
+from finetune.rollout.shipped_rewards import FUNCTIONS
+
+Scores = list[float | None]
+
+
+def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float) -> Scores:
+    """A function's score of each completion; None where it gives none. Raises `UserError` for what it does wrong."""
+    count = len(step["completions"])
+    arguments = {key: step[key] for key in ("prompts", "completions", "completion_ids")} | step["columns"]
+    arguments |= {"trainer_state": SimpleNamespace(**step["state"])}
+    arguments |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)  # of TRL's trainer
+    accepted = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
+        arguments = {key: value for key, value in arguments.items() if key in {each.name for each in accepted}}
+    with explained(f"{name}, a reward", function), _time_limit(seconds):
+        scores = function(**arguments)
+        if inspect.isawaitable(scores):
+            scores = asyncio.run(_wait_for(scores))
+        scores = [None if each is None else float(each) for each in scores]
+    if len(scores) != count:
+        raise UserError(f"{place_of(function)}{name}: returned {len(scores)} rewards for {count} completions")
+    if wrong := [i for i, each in enumerate(scores) if each is not None and not math.isfinite(each)]:
+        text = json.dumps(step["completions"][wrong[0]], ensure_ascii=False)
+        raise UserError(f"{place_of(function)}{name}: returned {scores[wrong[0]]} for the completion {text[:200]}")
+    return scores
+
+
+def score_each(name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float) -> tuple[Scores, int]:
+    """As `score`, one completion after another where they fail together: (scores with 0 for a failure, failures)."""
+    try:
+        return score(name, function, step, seconds), 0
+    except UserError:
+        scores: Scores = []
+        failures = 0
+        for one in _split(step):
+            try:
+                scores += score(name, function, one, limit_of_one(seconds, len(step["completions"])))
+            except UserError as error:
+                print(error, file=sys.stderr)
+                scores, failures = [*scores, 0.0], failures + 1
+        return scores, failures
+
+
+def limit_of_one(seconds: float, completions: int) -> float:
+    """The seconds of one completion by itself, where all of a step's together have `seconds`."""
+    return max(1.0, seconds / completions)
+
+
+def _split(step: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    lists = ("prompts", "completions", "completion_ids")
+    for i in range(len(step["completions"])):
+        columns = {name: [values[i]] for name, values in step["columns"].items()}
+        yield {**step, **{name: [step[name][i]] for name in lists}, "columns": columns}
+
+
+async def _wait_for(awaitable: Any) -> Any:
+    return await awaitable
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` in the block, where it is, after so many seconds."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than reward_timeout_seconds: {seconds:g}")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main() -> None:
+    """Answers each line of stdin on what was stdout."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    names: Sequence[str] | None = None
+    functions: list[Callable[..., Any]] = []
+    seconds, counts = 0.0, False
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if names is None:
+                names, seconds, counts = asked["names"], asked["seconds"], asked["counts_failures"]
+                functions = [FUNCTIONS[name] if name in FUNCTIONS else load(name) for name in names]
+                answer: dict[str, Any] = {}
+            else:
+                short = (name.rpartition(":")[2] for name in names)
+                pairs = list(zip(short, functions, strict=True))
+                each = [
+                    score_each(*pair, asked, seconds) if counts else (score(*pair, asked, seconds), 0) for pair in pairs
+                ]
+                answer = {"scores": [scores for scores, _ in each], "failures": sum(failed for _, failed in each)}
+        except UserError as error:
+            answer = {"error": str(error)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, whose end is this process's
+    main()

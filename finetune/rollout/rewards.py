@@ -1,0 +1,121 @@
+"""Rewards: the functions of a recipe, asked in a process of their own with a time limit."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config.rollouts import Rollout
+from finetune.config.user_code import file_of
+from finetune.errors import UserError
+from finetune.rollout.reward_process import limit_of_one
+
+SECONDS_TO_START = 60.0
+SECONDS_TO_STOP = 5.0  # after the time limit, in which the process itself says where it was
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the reward functions gave."""
+
+    by_function: list[list[float | None]]  # [functions][completions]; None: the function says nothing of it
+    failures: int  # completions that got a 0 because a function failed
+
+
+class Rewards:
+    """The reward functions of a recipe. The process starts at the first call, and ends with this one."""
+
+    def __init__(self, keys: Rollout) -> None:
+        self.names = [name.rpartition(":")[2] for name in keys.rewards]
+        self._keys = keys
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: dict[str, list[Any]],
+        state: dict[str, Any],
+    ) -> Scores:
+        """Scores completions, in one call of each function.
+
+        Args:
+            prompts, completions: As TRL gives them: text, or lists of messages.
+            completion_ids: The tokens of each.
+            columns: Of the rows, by name, a value for each completion.
+            state: Attributes of the functions' `trainer_state`.
+
+        Raises:
+            UserError: A function raised, took too long or returned what is no reward, and `on_bad_reward` is error.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        step = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        limit = self._keys.reward_timeout_seconds
+        if self._keys.on_bad_reward == "zero":  # a function may be called for all completions, and then for each
+            limit += len(completions) * limit_of_one(limit, len(completions))
+        answer = self._ask(step | {"columns": columns, "state": state}, len(self.names) * limit + SECONDS_TO_STOP)
+        return Scores(answer["scores"], answer["failures"])
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        root = Path(__file__).resolve().parents[2]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path[1:]])}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "finetune.rollout.reward_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        counts = self._keys.on_bad_reward == "zero"
+        asked = {"names": self._keys.rewards, "seconds": self._keys.reward_timeout_seconds, "counts_failures": counts}
+        self._ask(asked, SECONDS_TO_START)
+
+    def _ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        where = ", ".join(str(file_of(name)) for name in self._keys.rewards if ".py:" in name)
+        try:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+            answer: dict[str, Any] = _read_line(process.stdout.fileno(), seconds)
+        except (BrokenPipeError, EOFError):
+            code = process.wait()
+            self.close()
+            raise UserError(f"rewards: {where}: their process ended with {code}; its last words are above") from None
+        except TimeoutError:
+            self.close()
+            raise UserError(
+                f"rewards: {where}: no answer in {seconds:g} s, in code that Python cannot interrupt; "
+                "raise reward_timeout_seconds, or change the function"
+            ) from None
+        if "error" in answer:
+            raise UserError(f"{answer['error']} (on_bad_reward: zero counts such completions and continues)")
+        return answer
+
+
+def _read_line(file: int, seconds: float) -> Any:
+    """A line of JSON. Raises `TimeoutError`, or `EOFError` where the other side has ended."""
+    deadline, parts = time.monotonic() + seconds, bytearray()
+    while not parts.endswith(b"\n"):
+        ready, _, _ = select.select([file], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError
+        part = os.read(file, 1 << 20)
+        if not part:
+            raise EOFError
+        parts += part
+    return json.loads(parts)

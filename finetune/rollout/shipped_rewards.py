@@ -1,0 +1,61 @@
+"""The rewards that ship, with the arguments of TRL's: a score for each completion. Imports no torch."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+FORMAT = re.compile(
+    r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*", re.S
+)
+
+
+def text_of(completion: Any) -> str:
+    """A completion as text; that of a conversation is a list of messages."""
+    return str(completion if isinstance(completion, str) else completion[-1]["content"])
+
+
+def is_exact(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """1 where the completion is the answer.
+
+    >>> is_exact([" 4\\n", "five"], ["4", "5"])
+    [1.0, 0.0]
+    """
+    return [float(text_of(each).strip() == right.strip()) for each, right in zip(completions, answer, strict=True)]
+
+
+def has_number(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """1 where the last number of the completion is the last of the answer, which for GSM8K stands after ####.
+
+    >>> has_number(["so it is 1,200.0"], ["5 x 240 = 1200\\n#### 1200"])
+    [1.0]
+    """
+    pairs = zip(completions, answer, strict=True)
+    return [float((found := _last_number(text_of(each))) is not None and found == _last_number(a)) for each, a in pairs]
+
+
+def has_format(completions: Sequence[Any], **_: Any) -> list[float]:
+    """1 where the completion is reasoning and then an answer, each once in its tags.
+
+    >>> has_format(["<think>2+2</think><answer>4</answer>", "<answer>4</answer>"])
+    [1.0, 0.0]
+    """
+    return [float(FORMAT.fullmatch(text_of(each)) is not None) for each in completions]
+
+
+def leaves_room(completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any) -> list[float]:
+    """The share of max_completion_length that each completion leaves unused."""
+    return [1 - len(ids) / trainer_state.max_completion_length for ids in completion_ids]
+
+
+def _last_number(text: str) -> float | None:
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+FUNCTIONS: Mapping[str, Callable[..., list[float]]] = {
+    "exact_answer": is_exact,
+    "number": has_number,
+    "format": has_format,
+    "length": leaves_room,
+}

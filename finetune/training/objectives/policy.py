@@ -1,0 +1,201 @@
+"""Learning from sampled completions: GRPO and its kin, as one objective over the probability ratios of their tokens."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetune.config.rollouts import POLICY_LOSSES
+from finetune.config.schema import Recipe
+from finetune.data.batches import MicroBatch, StepBatch, StoredBatches
+from finetune.data.prepare import PreparedData
+from finetune.data.tokenizer import end_of_answer_ids
+from finetune.distributed.world import World
+from finetune.models.head.log_probabilities import head_log_probabilities
+from finetune.rollout.collect import Rollout, Rollouts, Sampler
+from finetune.rollout.embedded import EmbeddedEngine
+from finetune.rollout.rewards import Rewards
+from finetune.training.objectives.preference import mean
+from finetune.training.objectives.sft import Measured, Objective, Objectives
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """Which completion of a micro-batch each trained position belongs to."""
+
+    of: Tensor  # int64[positions]
+    is_trained: Tensor  # bool[positions]; False for those without a label
+    count: int
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[completions]: the sums of [positions]."""
+        zeros = torch.zeros(self.count, dtype=values.dtype, device=values.device)
+        return zeros.index_add(0, self.of, torch.where(self.is_trained, values, 0.0))
+
+    def lengths(self) -> Tensor:
+        """[completions]: the trained tokens."""
+        return self.sum(torch.ones_like(self.of, dtype=torch.float64))
+
+
+def policy_losses(
+    log_probabilities: Tensor, old: Tensor, advantages: Tensor, completions: Completions, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """(losses, probability ratios) of the positions; of the completions where a ratio is a whole completion's.
+
+    Args:
+        log_probabilities: [positions], of the model that learns.
+        old: [positions], of the model that was sampled.
+        advantages: [completions].
+        completions: Of the positions.
+        recipe: With its loss (`POLICY_LOSSES` has the papers) and bounds.
+    """
+    keys, loss = recipe.rollout, POLICY_LOSSES[recipe.method.loss_type]
+    log_ratios = log_probabilities - old
+    per_token = advantages[completions.of]
+    if loss.average == "sums":
+        log_ratios, per_token = completions.sum(log_ratios), advantages
+    elif keys.importance_sampling_level == "sequence":  # Zheng et al. 2025, arXiv:2507.18071, eq. 7
+        means = completions.sum(log_ratios) / completions.lengths().clamp(min=1)
+        log_ratios = means.to(log_ratios.dtype)[completions.of]
+    ratios = log_ratios.exp()
+    high = keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
+    if loss.bound == "weight":
+        return -ratios.detach().clamp(max=high) * per_token * log_probabilities, ratios
+    return -torch.minimum(ratios * per_token, ratios.clamp(1 - keys.epsilon, 1 + high) * per_token), ratios
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyObjective(Objective):
+    """The loss of sampled completions, averaged as the recipe's `loss_type` does."""
+
+    recipe: Recipe
+    rollouts: Rollouts
+
+    def count(self, batch: StepBatch) -> int:
+        """What `PolicyLoss.average` names."""
+        average = POLICY_LOSSES[self.recipe.method.loss_type].average
+        budget = batch.groups * self.recipe.rollout.max_completion_length
+        return {"tokens": batch.trained_tokens, "budget": budget}.get(average, batch.groups)
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The losses of the micro-batch's completions; as metrics their rewards, and the raw ratios."""
+        head = partial(head_log_probabilities, temperature=self.recipe.method.temperature)
+        found = model(**inputs, head_function=head).double()
+        rollout, of = micro_batch.rollout, micro_batch.trained_documents
+        assert rollout is not None and of is not None, "completions come with what was sampled"
+        is_trained = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
+        completions = Completions(of, is_trained, len(micro_batch.example_ids))
+        old, advantages = rollout["old"].double(), rollout["advantages"].double()
+        metrics, maxima = self._describe(found.detach() - old, completions, rollout)
+        if not completions.count:  # a filler: in the graph all the same, since its backward takes part in collectives
+            return Measured(found.sum().float() * 0.0, metrics, maxima)
+        losses, ratios = policy_losses(found, old, advantages, completions, self.recipe)
+        average = POLICY_LOSSES[self.recipe.method.loss_type].average
+        if average == "sums":
+            loss = losses.sum()
+        else:
+            loss = torch.where(is_trained, losses, 0.0).sum()
+            if average == "sequences":
+                loss = (completions.sum(losses) / completions.lengths().clamp(min=1)).sum()
+        metrics["clip_ratio"] = self._clipped(ratios.detach(), advantages, completions)
+        return Measured(loss.float(), {name: pair.float() for name, pair in metrics.items()}, maxima)
+
+    def _clipped(self, ratios: Tensor, advantages: Tensor, completions: Completions) -> Tensor:
+        """The share of ratios that are outside the bounds, so that the loss has no gradient there."""
+        keys = self.recipe.rollout
+        high = keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
+        is_of_tokens = len(ratios) == len(completions.of)
+        advantages = advantages[completions.of] if is_of_tokens else advantages
+        if POLICY_LOSSES[self.recipe.method.loss_type].bound == "weight":
+            outside = ratios > high
+        else:
+            outside = ((ratios < 1 - keys.epsilon) & (advantages < 0)) | ((ratios > 1 + high) & (advantages > 0))
+        return mean(outside.double(), completions.is_trained if is_of_tokens else None)
+
+    def _describe(
+        self, log_ratios: Tensor, completions: Completions, rollout: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Metrics and maxima of a micro-batch: the same names for every one, fillers included."""
+        where = completions.is_trained
+        off = torch.where(where, log_ratios, 0.0).abs()
+        known = ~rollout["rewards"].isnan()
+        zero = log_ratios.new_zeros(2)
+        metrics = {
+            "reward": mean(rollout["rewards"].nan_to_num(), known),
+            "reward_std": mean(rollout["deviations"]),
+            "frac_reward_zero_std": mean(rollout["is_flat"]),
+            "reward_failures": mean(rollout["failed"]),
+            "completions/mean_length": mean(rollout["tokens"]),
+            "completions/clipped_ratio": mean(rollout["is_cut"]),
+            "entropy": torch.stack([rollout["entropies"].double().sum(), rollout["tokens"].double().sum()]),
+            "log_ratio/mean": mean(off, where),
+            "log_ratio/mean_square": mean(off.square(), where),
+            "ratio/mean": mean(log_ratios.exp(), where),
+            "ratio/mean_square": mean((2 * log_ratios).exp(), where),
+            "clip_ratio": zero,
+        }
+        for number, name in enumerate(self.rollouts.sampler.rewards.names):
+            scores = rollout["scores"][:, number]
+            metrics[f"rewards/{name}"] = mean(scores.nan_to_num(), ~scores.isnan())
+        metrics = {name: pair.detach().float() for name, pair in metrics.items()}
+        return metrics, {"log_ratio/max": off.max().float() if len(off) else off.new_zeros(()).float()}
+
+    def complete(self, means: dict[str, float]) -> dict[str, float]:
+        """With the effective sample size, as a share of the tokens: 1 where all ratios are alike."""
+        square = means.pop("ratio/mean_square", 0.0)
+        return means | ({"ratio/effective_sample_size": means["ratio/mean"] ** 2 / square} if square else {})
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutRewards(Objective):
+    """The rewards of greedy answers to held-out prompts. The loss is their mean, negative, so that less is better."""
+
+    sampler: Sampler
+    prompts: StoredBatches | None
+    found: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # example -> reward, tokens, scores
+
+    def prepare(
+        self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
+    ) -> "HeldOutRewards":
+        """Answers all held-out prompts, which ranks divide between them."""
+        assert self.prompts is not None, "something is held out"
+        ids = np.arange(len(self.prompts.examples))
+        return replace(self, found=_by_example(self.sampler.roll_out(self.prompts.examples, ids, 0, 1, greedy=True)))
+
+    def count(self, batch: StepBatch) -> int:
+        """The prompts."""
+        return batch.groups
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The rewards that `prepare` has found."""
+        width = 2 + len(self.sampler.rewards.names)
+        found = torch.tensor([self.found[i] for i in micro_batch.example_ids]).reshape(-1, width)
+        found = found.to(micro_batch.labels.device)
+        names = ("reward", "completions/mean_length", *(f"rewards/{name}" for name in self.sampler.rewards.names))
+        metrics = {
+            name: mean(column.nan_to_num(), ~column.isnan()).float()
+            for name, column in zip(names, found.T, strict=True)
+        }
+        return Measured(-found[:, 0].nan_to_num().sum(), metrics)
+
+
+def _by_example(rollout: Rollout) -> dict[int, tuple[float, ...]]:
+    rows = zip(rollout.example_ids.tolist(), rollout.rewards, rollout.sampled, rollout.scores, strict=True)
+    return {i: (float(reward), float(len(each.token_ids)), *scores.tolist()) for i, reward, each, scores in rows}
+
+
+def make_policy_objectives(model: nn.Module, recipe: Recipe, data: PreparedData, world: World) -> Objectives:
+    """The objective of a run that samples, with its engine and rewards; and that of held-out prompts."""
+    assert isinstance(data.train, StoredBatches), "streaming is refused"
+    stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
+    engine = EmbeddedEngine(model, world, stop_ids, recipe.rollout.per_device_generation_batch_size)
+    sampler = Sampler(recipe, world, data.tokenizer, engine, Rewards(recipe.rollout), data.train.steps)
+    return Objectives(PolicyObjective(recipe, Rollouts(sampler, data.train)), HeldOutRewards(sampler, data.evaluation))

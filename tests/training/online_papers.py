@@ -1,0 +1,58 @@
+"""The losses of sampled completions as their papers state them, completion by completion, for tests."""
+
+from collections.abc import Sequence
+from statistics import mean, stdev
+
+import torch
+from torch import Tensor
+
+EPS = 1e-4  # beside a standard deviation, as in TRL
+
+
+def advantages(rewards: Sequence[float], size: int, loss_type: str, scale: str) -> list[float]:
+    """Of each completion; those of a prompt follow one another, `size` of them."""
+    found = []
+    for i, reward in enumerate(rewards):
+        group = rewards[i // size * size : (i // size + 1) * size]
+        if loss_type == "rloo":  # the mean of the others
+            found.append(reward - (sum(group) - reward) / (size - 1))
+        elif loss_type == "reinforce++":  # the mean and deviation of the batch
+            found.append((reward - mean(rewards)) / (stdev(rewards) + EPS))
+        else:
+            by = {"group": stdev(group) + EPS, "batch": stdev(rewards) + EPS, "none": 1.0}[scale]
+            found.append((reward - mean(group)) / by)
+    return found
+
+
+def paper(
+    loss_type: str,
+    new: Sequence[Tensor],
+    old: Sequence[Tensor],
+    advantage: Sequence[float],
+    *,
+    low: float,
+    high: float,
+    budget: int,
+    level: str = "token",
+) -> Tensor:
+    """The loss of a step, from the log-probabilities of each completion's tokens under both policies."""
+
+    def clipped(ratio: Tensor, a: float) -> Tensor:
+        return torch.min(ratio * a, torch.clamp(ratio, 1 - low, 1 + high) * a)
+
+    terms: list[Tensor] = []  # each completion's objective, token by token
+    for n, o, a in zip(new, old, advantage, strict=True):
+        ratio = (n - o).exp()
+        if level == "sequence":  # GSPO, eq. 7
+            ratio = ((n - o).sum() / len(n)).exp().expand(len(n))
+        if loss_type == "cispo":  # eq. 4 and 5: the weight has no gradient
+            terms.append(ratio.detach().clamp(max=high) * a * n)
+        elif loss_type == "rloo":  # the whole completion is one action
+            terms.append(clipped((n - o).sum().exp(), a)[None])
+        else:
+            terms.append(clipped(ratio, a))
+    tokens = sum(len(each) for each in new)
+    if loss_type == "grpo":  # eq. 3
+        return -sum((each.mean() for each in terms), torch.zeros(())) / len(terms)
+    total = sum((each.sum() for each in terms), torch.zeros(()))
+    return -total / {"dr_grpo": len(terms) * budget, "rloo": len(terms)}.get(loss_type, tokens)

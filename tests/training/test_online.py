@@ -1,0 +1,181 @@
+"""Sampling, rewards and the step through the whole command: the same completions and losses in every layout, the ratio of one,
+and a plain loop's loss and gradient."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import make_chat, make_model
+from tests.training import online_papers
+from tests.training.layouts import steps_of, train_all, write_config
+
+STEPS, PROMPTS, GENERATIONS, MOST = 3, 4, 3, 12
+TEMPERATURE = 1.3
+STOPS = {256, 257, 259, 260, 261}  # <|begin|>, <|end|>, <|system|>, <|user|>, <|assistant|>
+REWARDS = '''
+def even(completion_ids, prompts, completions, answer, trainer_state, **columns):
+    """Tokens with an even id, and columns as TRL hands them over."""
+    assert len(prompts) == len(completions) == len(answer) and prompts[0][-1]["role"] == "user"
+    assert completions[0][0]["role"] == "assistant" and answer[0].startswith("It is") and trainer_state.max_steps == 3
+    print("seen")
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+'''
+MODES: dict[str, dict[str, Any]] = {
+    "packed": {"loss_type": "dapo"},
+    "padded": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "packing": False,
+        "mask_truncated_completions": True,
+    },
+}
+EVERY = [
+    (1, "single", "packed"),
+    (2, "ddp", "packed"),
+    (2, "full_shard", "packed"),
+    (2, "tp", "packed"),
+    (1, "single", "padded"),
+    (2, "full_shard", "padded"),
+    (3, "full_shard", "packed"),
+    (4, "hybrid", "packed"),
+]
+QUICK = [each for each in EVERY if each[0] <= 2]
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path) -> dict[str, Path]:
+    data = make_chat(folder / "chat.jsonl", rows=26)
+    model = make_model(folder / "model", initializer_range=0.3)
+    (folder / "my_rewards.py").write_text(REWARDS)
+    common = {
+        "method": "grpo",
+        "model_name_or_path": str(model),
+        "datasets": [{"path": str(data)}],
+        "eval_datasets": [{"path": str(data), "max_samples": 7}],
+        "dataset_cache_dir": str(folder / "cache"),
+        "rewards": ["my_rewards.py:even", "length"],
+        "reward_weights": [1.0, 0.5],
+        "num_generations": GENERATIONS,
+        "max_completion_length": MOST,
+        "temperature": TEMPERATURE,
+        "log_completions": PROMPTS,
+        "per_device_generation_batch_size": 5,
+        "max_length": 100,
+        "eot_tokens": ["<|user|>", "<|system|>", "<|assistant|>", "<|begin|>"],
+        "global_batch_size": PROMPTS,
+        "per_device_train_batch_size": 2,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "export_at_end": False,
+    }
+    paths = {mode: folder / f"{mode}.yaml" for mode in MODES}
+    for mode, path in paths.items():
+        path.write_text(yaml.safe_dump(common | MODES[mode]))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[..., Path]:
+    """(ranks, layout, mode) -> the run's folder."""
+    configs = {layout: write_config(folder, layout) for layout in ("single", "ddp", "full_shard")}
+    configs["tp"] = write_config(folder, "full_shard", sizes={"tp_size": 2})
+    configs["hybrid"] = write_config(folder / "model", "full_shard", mesh=(2, 2))
+    wanted = EVERY if slow_too else QUICK
+    for ranks in sorted({each[0] for each in wanted}):
+        listed = [
+            (recipes[mode], configs[layout], [f"output_dir={folder}/{count}-{layout}-{mode}"])
+            for count, layout, mode in wanted
+            if count == ranks
+        ]
+        train_all(folder, listed, ranks=ranks, timeout=300)
+    return lambda *which: folder / "-".join(map(str, which))
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+
+
+def slow_ranks(cases: list[tuple[int, str, str]]) -> list[Any]:
+    return [each if each in QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in cases]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "mode"), slow_ranks(EVERY))
+def test_every_layout_samples_the_same_tokens_and_has_the_same_losses(
+    ranks: int, layout: str, mode: str, runs: Callable[..., Path]
+) -> None:
+    one, run = runs(1, "single", mode), runs(ranks, layout, mode)
+    mine, theirs = lines_of(run), lines_of(one)
+    assert len(mine) == STEPS * PROMPTS * GENERATIONS
+    assert [line["token_ids"] for line in mine] == [line["token_ids"] for line in theirs]
+    assert [line["rewards"] for line in mine] == [line["rewards"] for line in theirs]
+    assert len({tuple(line["token_ids"]) for line in mine}) > 0.9 * len(mine)
+    assert {line["ended"] for line in mine} == {"stopped", "cut"}
+    for line, truth in zip(steps_of(run), steps_of(one), strict=True):
+        for name in ("grad_norm", "reward", "reward_std", "entropy", "completions/mean_length"):
+            assert line[name] == pytest.approx(truth[name], rel=1e-5), (line["step"], name)
+        # Advantages of about 1 cancel in the loss, so that its own size says nothing.
+        assert line["loss"] == pytest.approx(truth["loss"], rel=1e-5, abs=1e-6)
+    held_out = [[line for line in read(each) if "eval_reward" in line] for each in (run, one)]
+    assert [line["eval_reward"] for line in held_out[0]] == pytest.approx([line["eval_reward"] for line in held_out[1]])
+    assert held_out[0][0]["eval_loss"] == pytest.approx(-held_out[0][0]["eval_reward"])
+
+
+@pytest.mark.parametrize(("ranks", "layout", "mode"), slow_ranks(EVERY))
+def test_the_ratio_between_sampler_and_trainer_is_one(
+    ranks: int, layout: str, mode: str, runs: Callable[..., Path]
+) -> None:
+    for line in steps_of(runs(ranks, layout, mode)):
+        assert 0 < line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5
+        assert line["log_ratio/max"] >= line["log_ratio/mean"]
+        assert line["ratio/effective_sample_size"] == pytest.approx(1, abs=1e-6) and line["clip_ratio"] == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_step_has_the_loss_and_the_gradient_of_a_plain_loop(
+    mode: str, recipes: dict[str, Path], runs: Callable[..., Path]
+) -> None:
+    """From what completions.jsonl says was sampled: rewards, advantages and the loss once more, by transformers and the papers."""
+    run = runs(1, "single", mode)
+    lines = [line for line in lines_of(run) if line["step"] == 1]
+    rewards = [line["rewards"]["even"] + 0.5 * line["rewards"]["length"] for line in lines]
+    for line in lines:
+        ids = line["token_ids"]
+        assert line["rewards"]["even"] == pytest.approx(sum(token % 2 == 0 for token in ids) / len(ids))
+        assert line["rewards"]["length"] == pytest.approx(1 - len(ids) / MOST)
+        assert line["ended"] == ("stopped" if ids[-1] in STOPS else "cut") and len(ids) <= MOST
+    loss_type = MODES[mode]["loss_type"]
+    advantages = online_papers.advantages(rewards, GENERATIONS, loss_type, "group")
+    assert [line["advantage"] for line in lines] == pytest.approx(advantages, rel=1e-5)
+
+    model = AutoModelForCausalLM.from_pretrained(recipes[mode].parent / "model")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(recipes[mode].parent / "model")
+    new = []
+    learned = [i for i, line in enumerate(lines) if loss_type == "dapo" or line["ended"] == "stopped"]
+    for line in (lines[i] for i in learned):
+        prompt = tokenizer(line["prompt"], add_special_tokens=False).input_ids
+        ids = torch.tensor([prompt + line["token_ids"]])
+        logits = model(ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        new.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0])
+    old = [each.detach() for each in new]
+    level = MODES[mode].get("importance_sampling_level", "token")
+    of_learned = [advantages[i] for i in learned]
+    loss = online_papers.paper(loss_type, new, old, of_learned, low=0.2, high=0.2, budget=MOST, level=level)
+    loss = loss * (len(learned) / len(lines) if loss_type == "grpo" else 1)  # those that are cut count, with nothing
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    first = steps_of(run)[0]
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

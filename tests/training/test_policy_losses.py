@@ -1,0 +1,131 @@
+"""The losses of sampled completions and their gradients, in fp64, against the formulas of their papers."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from finetune.config.reader import read_recipe
+from finetune.config.rollouts import POLICY_LOSSES
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.rollout.collect import compute_advantages
+from finetune.training.objectives.policy import PolicyObjective
+from tests.training import online_papers
+
+GENERATIONS, BUDGET = 3, 9
+LENGTHS = [4, 1, 7, 3, 9, 2]
+REWARDS = [1.0, 0.0, 0.5, 0.0, 2.0, 0.0]
+CASES = [
+    *((loss, "token", "group") for loss in POLICY_LOSSES),
+    ("grpo", "sequence", "group"),  # GSPO
+    ("dapo", "sequence", "batch"),
+    ("dr_grpo", "token", "none"),  # as in its paper
+]
+
+
+class Given(nn.Module):
+    """A model that answers with given log-probabilities."""
+
+    def __init__(self, found: Tensor) -> None:
+        super().__init__()
+        self.found = nn.Parameter(found)
+
+    def forward(self, **_: Any) -> Tensor:
+        return self.found
+
+
+def make_objective(loss: str, level: str, scale: str) -> tuple[PolicyObjective, Any]:
+    keys = ["method=grpo", "rewards=[exact_answer]", f"loss_type={loss}", f"max_completion_length={BUDGET}"]
+    keys += ["epsilon=0.2", f"epsilon_high={1.5 if POLICY_LOSSES[loss].bound == 'weight' else 0.3}"]
+    keys += [f"importance_sampling_level={level}"] if level != "token" else []
+    keys += [f"scale_rewards={scale}"] if scale != "group" else []
+    recipe = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", *keys])
+    rollouts: Any = SimpleNamespace(sampler=SimpleNamespace(rewards=SimpleNamespace(names=["exact_answer"])))
+    return PolicyObjective(recipe, rollouts), recipe
+
+
+def make_micro_batch(lengths: list[int], old: Tensor, advantages: Tensor) -> MicroBatch:
+    """Completions one after another, with a position without a label between them."""
+    labels = torch.cat([torch.tensor([-100] + [5] * n) for n in lengths])
+    of = torch.cat([torch.tensor([0] + [i] * n) for i, n in enumerate(lengths)])
+    padded = torch.zeros(len(labels), dtype=torch.float64)
+    padded[labels >= 0] = old
+    count = len(lengths)
+    ones = torch.ones(count)
+    names = ("rewards", "deviations", "is_flat", "tokens", "entropies", "is_cut", "failed")
+    return MicroBatch(
+        input_ids=labels[None],
+        labels=labels[None],
+        position_ids=labels[None],
+        trained_positions=torch.arange(len(labels)),
+        cu_seq_lens=None,
+        max_document_length=len(labels),
+        example_ids=tuple(range(count)),
+        trained_documents=of,
+        rollout={"old": padded, "advantages": advantages, "scores": ones[:, None], **dict.fromkeys(names, ones)},
+    )
+
+
+@pytest.mark.parametrize(("loss", "level", "scale"), CASES)
+def test_each_loss_and_its_gradient_are_those_of_its_paper(loss: str, level: str, scale: str) -> None:
+    random = torch.Generator().manual_seed(1)
+    old = [-torch.rand(n, generator=random, dtype=torch.float64) * 3 for n in LENGTHS]
+    new = [each + 0.4 * torch.randn(len(each), generator=random, dtype=torch.float64) for each in old]
+    objective, recipe = make_objective(loss, level, scale)
+    keys = recipe.rollout
+    found = compute_advantages(np.array(REWARDS), GENERATIONS, POLICY_LOSSES[loss].baseline, scale)
+    expected = online_papers.advantages(REWARDS, GENERATIONS, loss, scale)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+    leaves = [each.clone().requires_grad_() for each in new]
+    bounds = {"low": keys.epsilon, "high": keys.epsilon_high, "budget": BUDGET, "level": level}
+    truth = online_papers.paper(loss, leaves, old, expected, **bounds)
+    truth.backward()  # type: ignore[no-untyped-call]
+
+    total, gradients = 0.0, []
+    batch = StepBatch(0, 0.0, (), tokens=99, trained_tokens=sum(LENGTHS), groups=len(LENGTHS))
+    for part in (slice(0, 2), slice(2, 6)):  # micro-batches, which take a group apart
+        positions = torch.cat([torch.cat([torch.zeros(1), each]) for each in new[part]]).double()
+        model = Given(positions)
+        micro_batch = make_micro_batch(LENGTHS[part], torch.cat(old[part]), torch.from_numpy(found[part]))
+        measured = objective.measure(model, micro_batch, {}, batch)
+        value = measured.loss_sum / objective.count(batch)
+        value.backward()
+        total += value.item()
+        gradients.append(model.found.grad[micro_batch.labels[0] >= 0])  # type: ignore[index]
+        assert not model.found.grad[micro_batch.labels[0] < 0].any()  # type: ignore[index]
+    assert total == pytest.approx(truth.item(), rel=1e-6)  # a step's loss is kept in fp32
+    torch.testing.assert_close(torch.cat(gradients), torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9)
+
+
+def test_the_bounds_bite_in_these_cases() -> None:
+    """Else a loss without bounds would pass the test above."""
+    objective, _ = make_objective("grpo", "token", "group")
+    old = torch.zeros(sum(LENGTHS), dtype=torch.float64)
+    micro_batch = make_micro_batch(LENGTHS, old, torch.tensor([1.0, -1.0] * 3, dtype=torch.float64))
+    positions = torch.full((sum(LENGTHS) + len(LENGTHS),), 0.5, dtype=torch.float64)
+    metrics = objective.measure(Given(positions), micro_batch, {}, StepBatch(0, 0.0, (), 9, 26, groups=6)).metrics
+    clipped, of = metrics["clip_ratio"].tolist()
+    assert (clipped, of) == (sum(LENGTHS[::2]), sum(LENGTHS))
+
+
+def test_a_completion_without_a_reward_moves_nothing() -> None:
+    rewards = np.array([1.0, np.nan, 0.0, np.nan, np.nan, np.nan])
+    for baseline in ("group", "others", "step"):
+        found = compute_advantages(rewards, GENERATIONS, baseline, "group")
+        assert found[1] == 0 and not found[3:].any() and found[0] > 0 > found[2], baseline
+
+
+def test_a_group_without_a_difference_has_no_advantage() -> None:
+    for baseline in ("group", "others"):
+        assert not compute_advantages(np.ones(6), GENERATIONS, baseline, "group").any()
+
+
+def test_the_papers_are_named() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "online.md").read_text()
+    for name, loss in POLICY_LOSSES.items():
+        assert f"`{name}`" in page and loss.paper.split("arXiv:")[1][:10] in page, name
