@@ -159,6 +159,20 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     export.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the base checkpoint's)"
     )
+    _take(
+        export,
+        "--format",
+        "FORMATS",
+        "safetensors, gguf, or both with a comma between (default: safetensors)",
+        default="safetensors",
+    )
+    _take(
+        export,
+        "--gguf-type",
+        "TYPES",
+        "of GGUF: f32, f16, bf16, q8_0; q6_k, q5_k_m, q4_k_m and others that llama.cpp makes (default: as --dtype)",
+    )
+    _take(export, "--gguf-pre-tokenizer", "NAME", "how a text is cut, by llama.cpp's name (default: found)")
     _take(export, "--max-shard-size", "SIZE", "of one weights file (default: 5GB)", default="5GB")
     _flag(export, "--no-verify", "do not read the result back and compare", clears="verify")
     _flag(export, "--overwrite", "replace DIR where it exists")

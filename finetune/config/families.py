@@ -35,6 +35,22 @@ class MixtureKeys:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaCpp:
+    """How llama.cpp computes a family, and what its code assumes that config.json may say otherwise."""
+
+    architecture: str
+    rotates_neighbors: bool = False  # RoPE turns neighboring rows of a head, which transformers has half a head apart
+    adds_one_to_norms: bool = False  # transformers multiplies by 1 + weight, llama.cpp by what the file holds
+    activation: str = "silu"
+    biases: tuple[str, ...] = ()  # the linear layers whose biases it adds
+    window_every: int | None = None  # layers between two of full attention; None: every layer attends to all tokens
+    rope_skipped_every: int | None = None  # layers between two without RoPE
+    has_own_head: bool = True  # else the embedding is the head
+    scales_like_27b: int | None = None  # with so many layers queries are scaled by hidden_size / heads, not head_dim
+    stretches_rope: tuple[str, ...] = ("linear", "yarn")  # the kinds of rope scaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The facts of one `model_type` that are not in its config.json; without arguments, of a family without a row."""
 
@@ -66,6 +82,7 @@ class Family:
     norm_after: bool = False  # norms stand after attention and MLP only, so these read the residual stream itself
     mixture: MixtureKeys | None = None  # None: dense
     norm_keeps_fp32: bool = False  # the weight is multiplied in fp32, so that the normalized input is kept in fp32
+    llama_cpp: LlamaCpp | None = None  # None: not exported as GGUF
 
     @property
     def is_planned(self) -> bool:
@@ -120,32 +137,68 @@ OLMO_2 = Family(
 QWEN_2 = Family(defaults=QWEN_SIZES, query_key_value_bias=True, output_bias=False)
 QWEN_3 = Family(defaults=QWEN_SIZES | {"head_dim": 128}, query_key_value_bias="attention_bias", query_key_norm="head")
 WITH_IMAGES = Family(takes_images=True)
+QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+GGUF_LLAMA = LlamaCpp(
+    architecture="llama",
+    rotates_neighbors=True,
+    biases=(*QUERY_KEY_VALUE, "o_proj", "gate_proj", "up_proj", "down_proj"),
+    stretches_rope=("linear", "yarn", "llama3"),
+)
+GGUF_GEMMA = LlamaCpp(
+    architecture="gemma",
+    adds_one_to_norms=True,
+    activation="gelu_pytorch_tanh",
+    has_own_head=False,
+    stretches_rope=("linear",),
+)
 NO_CONVOLUTION = Family(has_state=True, unadaptable=("conv1d", "out_proj"))
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": LLAMA,
-    "mistral": Family(tensor_parallel="heads", defaults=_sizes(4096, 14336, 32, 32, 8, 32000)),
-    "qwen2": replace(QWEN_2, tensor_parallel="heads"),
-    "qwen3": replace(QWEN_3, tensor_parallel="heads"),
+    "llama": replace(LLAMA, llama_cpp=GGUF_LLAMA),
+    "mistral": Family(
+        tensor_parallel="heads",
+        defaults=_sizes(4096, 14336, 32, 32, 8, 32000),
+        llama_cpp=replace(GGUF_LLAMA, biases=()),
+    ),
+    "qwen2": replace(QWEN_2, tensor_parallel="heads", llama_cpp=LlamaCpp(architecture="qwen2", biases=QUERY_KEY_VALUE)),
+    "qwen3": replace(QWEN_3, tensor_parallel="heads", llama_cpp=LlamaCpp(architecture="qwen3")),
     "gemma": Family(
         tensor_parallel="heads",
         defaults=_sizes(3072, 24576, 28, 16, 16, 256000, head_dim=256),
         tied=True,
         query_key_value_bias="attention_bias",
         norm_keeps_fp32=True,
+        llama_cpp=GGUF_GEMMA,
     ),
-    "gemma2": GEMMA_2,
+    "gemma2": replace(
+        GEMMA_2, llama_cpp=replace(GGUF_GEMMA, architecture="gemma2", window_every=2, scales_like_27b=46)
+    ),
     "gemma3_text": replace(
-        GEMMA_2, defaults=GEMMA_2.defaults | {"vocab_size": 262208}, caps_scores=False, query_key_norm="head"
+        GEMMA_2,
+        defaults=GEMMA_2.defaults | {"vocab_size": 262208},
+        caps_scores=False,
+        query_key_norm="head",
+        llama_cpp=replace(GGUF_GEMMA, architecture="gemma3", window_every=6, scales_like_27b=62, has_own_head=True),
     ),
-    "phi3": Family(tensor_parallel="products", defaults=_sizes(3072, 8192, 32, 32, None, 32064), fused=True),
+    "phi3": Family(
+        tensor_parallel="products",
+        defaults=_sizes(3072, 8192, 32, 32, None, 32064),
+        fused=True,
+        llama_cpp=LlamaCpp(architecture="phi3", stretches_rope=("longrope",)),
+    ),
     "granite": LLAMA,
-    "smollm3": replace(LLAMA, defaults=_sizes(2048, 11008, 36, 16, 4, 128256), tied=True),
+    "smollm3": replace(
+        LLAMA,
+        defaults=_sizes(2048, 11008, 36, 16, 4, 128256),
+        tied=True,
+        llama_cpp=LlamaCpp(architecture="smollm3", rotates_neighbors=True, rope_skipped_every=4),
+    ),
     "olmo2": replace(OLMO_2, tensor_parallel="products"),
     "olmo3": OLMO_2,
     "mixtral": Family(
         defaults=_sizes(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
         mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size"),
+        llama_cpp=replace(GGUF_LLAMA, biases=()),
     ),
     "olmoe": Family(
         defaults=_sizes(2048, 2048, 16, 16, None, 50304, num_experts=64, num_experts_per_tok=8),
@@ -164,6 +217,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults=_sizes(2048, 6144, 24, 32, 4, 151936, num_experts=128, num_experts_per_tok=8)
         | {"moe_intermediate_size": 768},
         mixture=MixtureKeys(some_are_dense=True),
+        llama_cpp=LlamaCpp(architecture="qwen3moe"),
     ),
     "glm4_moe": Family(
         defaults=_sizes(4096, 10944, 46, 96, 8, 151552, n_routed_experts=128, n_shared_experts=1)

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -55,7 +55,14 @@ UNKNOWN_LICENSE = "unknown"
 OTHER_BASE = "**These are not the weights that the adapter was trained on**: `--base-model` named them for the export."
 
 
-def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: MergeChoice | None = None) -> str:
+def model_card(
+    source: Source,
+    name: str,
+    *,
+    is_adapter: bool = False,
+    merge: MergeChoice | None = None,
+    formats: Sequence[str] = ("safetensors",),
+) -> str:
     """The text of README.md for what is exported from `source`; `merge`: how its adapter was merged onto a quantized
     base."""
     front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
@@ -73,7 +80,7 @@ def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: Me
         _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
         _section("Data", _data(source)),
         _section("Recipe", _table(("Key", "Value"), _recipe_rows(source))),
-        _section("Use", _use(source, is_adapter)),
+        _section("Use", "\n\n".join(_uses(source, is_adapter, formats))),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -231,6 +238,13 @@ def _recipe_rows(source: Source) -> list[tuple[str, str]]:
     return [(f"`{key}`", f"`{json.dumps(value)}`") for key, value in values.items()]
 
 
+def _uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iterator[str]:
+    if "safetensors" in formats:
+        yield _use(source, is_adapter)
+    if "gguf" in formats:
+        yield "```sh\nllama-server -m FILE.gguf\n```"
+
+
 def _use(source: Source, is_adapter: bool) -> str:
     quantization = source.quantization
     if is_adapter and quantization.bits is not None:
@@ -325,12 +339,16 @@ def write_metadata(
 
     Raises `UserError` where the tokenizer is damaged, or runs code of its own without `trust_remote_code`.
     """
-    if weights.model:
+    is_folder = "safetensors" in options.formats
+    if weights.model and is_folder:
         if not options.trust_remote_code:
             _check_tokenizer_code(source.description)
         _write_json(folder / CONFIG_FILE, target.written_config(weights.dtype, options.trust_remote_code))
         _write_json(folder / GENERATION_FILE, _generation_config(source, target))
-        _write_text(folder / CARD_FILE, model_card(source, title, merge=weights.merge))
+    if weights.model:
+        _write_text(folder / CARD_FILE, model_card(source, title, merge=weights.merge, formats=options.formats))
+    if not is_folder:
+        return
     if source.adapter is not None and weights.adapter is not None:
         adapter_folder = (folder / weights.adapter.name).parent
         adapter_folder.mkdir(exist_ok=True)
@@ -356,6 +374,12 @@ def _copy_tokenizer(description: Path, folder: Path) -> None:
 
 def has_tokenizer(folder: Path) -> bool:
     return (folder / TOKENIZER_CONFIG).exists() or (folder / "tokenizer.json").exists()
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in `folder` has a chat template, in a file of its own or in its config."""
+    config = read_json_object(folder / TOKENIZER_CONFIG)
+    return bool(config.get("chat_template")) or any(folder.glob("chat_template*"))
 
 
 def _check_tokenizer_code(description: Path) -> None:

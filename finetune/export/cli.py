@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from finetune.export.publish import ExportOptions, check_request, push_folder
+from finetune.export.publish import ExportOptions, check_request, push_folder, split_list
 from finetune.export.reload_process import start_reload
 
 EXIT_NOT_PUSHED = 1
@@ -29,13 +29,17 @@ def export_command(arguments: argparse.Namespace) -> int:
         model=not arguments.adapter_only,
         trust_remote_code=arguments.trust_remote_code,
         merge_onto=arguments.merge_onto,
+        formats=split_list(arguments.format),
+        gguf_types=split_list(arguments.gguf_type),
+        gguf_pre_tokenizer=arguments.gguf_pre_tokenizer,
     )
     check_request(source, output, options)
     if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc's: else each thread keeps freed blocks in a heap of its own
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     with ExitStack() as beside:
         beside.enter_context(exit_on_signals())
-        reload = beside.enter_context(start_reload()) if options.verify and options.model else None
+        is_opened = options.verify and options.model and "safetensors" in options.formats
+        reload = beside.enter_context(start_reload()) if is_opened else None
         gc.disable()  # it would walk through half a million objects that imports make, a third of their time
         beside.callback(gc.enable)
         with ThreadPoolExecutor(max_workers=1) as pool:

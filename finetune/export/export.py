@@ -1,7 +1,7 @@
 """The export, stage by stage: open the source, describe the target, plan the weights, write, verify, publish."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +9,16 @@ import torch
 
 from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
-from finetune.export.card import has_tokenizer, write_metadata
+from finetune.export.card import has_chat_template, has_tokenizer, write_metadata
+from finetune.export.formats.table import PLANNERS
 from finetune.export.merge import refuse_idle
 from finetune.export.merge_choice import choose_merge
 from finetune.export.publish import ExportOptions, MergeOnto, check_disk_space, check_request, publish, push_folder
 from finetune.export.reload_process import ReloadProcess
 from finetune.export.source import Source, open_source
-from finetune.export.target import describe_target
-from finetune.export.verify import start_verification
+from finetune.export.target import TargetModel, describe_target
+from finetune.export.usage import describe_use, use_adapter, use_gguf, use_model
+from finetune.export.verify import start_logits, start_verification
 from finetune.export.write import Weights, make_files, plan_weights, write_weights
 from finetune.units import disk_size
 
@@ -34,6 +36,9 @@ def export(
     trust_remote_code: bool = False,
     push_to_hub: str | None = None,
     merge_onto: MergeOnto | None = None,
+    formats: Sequence[str] = ("safetensors",),
+    gguf_types: Sequence[str] = (),
+    gguf_pre_tokenizer: str | None = None,
     log: Callable[[str], object] = print,
 ) -> Path:
     """Makes the Hugging Face folder `output` from a run, a checkpoint, or a folder of another tool (`source` lists
@@ -52,6 +57,9 @@ def export(
         model=not adapter_only,
         trust_remote_code=trust_remote_code,
         merge_onto=merge_onto,
+        formats=tuple(formats),
+        gguf_types=tuple(gguf_types),
+        gguf_pre_tokenizer=gguf_pre_tokenizer,
     )
     check_request(Path(run_or_checkpoint), Path(output), options)
     source = open_source(Path(run_or_checkpoint), base_model=base_model, log=log)
@@ -96,13 +104,39 @@ def export_source(
     merge = choose_merge(source, target, options, log)  # with all cores: it computes more than it reads
     with _one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
         weights = plan_weights(source, target, options, merge)
-        check_disk_space(folder, weights.byte_count)
+        planners = [planner for planner in map(PLANNERS.get, options.formats) if planner is not None]
+        plans = [plan(source, target, weights, options, title, log) for plan in planners]
+        is_folder = "safetensors" in options.formats
+        check_disk_space(folder, weights.byte_count * is_folder + sum(plan.byte_count for plan in plans))
         write_metadata(folder, source, target, weights, title, options)
-        make_files(folder, weights)
-        with start_verification(folder, source, target, weights, options, reload) as (on_disk, verify):
-            verdict = verify(write_weights(folder, weights, on_disk))
-    log(f"{output}: {_describe(source, weights)}{verdict}")
+        is_proven = options.verify and bool(weights.model)
+        trusted, said = options.trust_remote_code, list[str]()
+        with start_logits(source, target, weights, trusted) if is_proven else nullcontext() as logits:
+            if is_folder:
+                make_files(folder, weights)
+                with start_verification(folder, weights, options, logits, reload) as (on_disk, verify):
+                    verdict = verify(write_weights(folder, weights, on_disk))
+                said.append(f"{output}: {_describe(source, weights)}{verdict}")
+            for plan in plans:
+                said += [f"{output}/{line}" for line in plan.write(folder, logits)]
+    for line in (*said, *describe_use(_find_commands(source, target, weights, options, output))):
+        log(line)
     return output
+
+
+def _find_commands(
+    source: Source, target: TargetModel, weights: Weights, options: ExportOptions, output: Path
+) -> dict[str, str]:
+    """The commands that use what was written, by the program."""
+    if weights.adapter is not None and not weights.model:
+        return use_adapter(output, source.base_model, source.adapter.config if source.adapter is not None else {})
+    commands = dict[str, str]()
+    if "safetensors" in options.formats:
+        commands |= use_model(
+            output, has_template=has_chat_template(source.description), is_vision_language=bool(target.beside)
+        )
+    files = sorted(output.glob("*.gguf"))
+    return commands | (use_gguf(files[0]) if files else {})
 
 
 def _check_output_is_apart(source: Source, output: Path) -> None:

@@ -1,5 +1,6 @@
 """The folder that an export makes: what is asked of it, how it appears whole or not at all, and the hub. No torch."""
 
+import importlib.util
 import os
 import shlex
 import shutil
@@ -19,6 +20,11 @@ from finetune.files.run_json import read_json_object
 from finetune.units import disk_size, read_size
 
 DTYPES = ("float32", "bfloat16", "float16")
+FORMATS = ("safetensors", "gguf")
+# Of GGUF: those that are written here, and those that llama.cpp makes.
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+GGUF_K_TYPES = ("q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k")
+LLAMA_CPP = 'pip install -e ".[llama-cpp]"'
 MergeOnto = Literal["original", "dequantized"]  # the base that an adapter trained on a quantized one is merged onto
 
 
@@ -34,6 +40,46 @@ class ExportOptions:
     adapter: bool = True  # LoRA: the adapter as a PEFT folder; in `adapter/` beside a merged model
     trust_remote_code: bool = False
     merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
+    formats: tuple[str, ...] = ("safetensors",)
+    gguf_types: tuple[str, ...] = ()  # none: the dtype of the model
+    gguf_pre_tokenizer: str | None = None  # llama.cpp's name; None: found
+
+
+def split_list(text: str | None) -> tuple[str, ...]:
+    """
+    >>> split_list("safetensors, gguf"), split_list(None)
+    (('safetensors', 'gguf'), ())
+    """
+    return tuple(filter(None, (part.strip() for part in (text or "").split(","))))
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _check_formats(options: ExportOptions) -> None:
+    """Raises `UserError` where a format is unknown, or needs a package that is missing."""
+    known = {"--format": (options.formats, FORMATS), "--gguf-type": (options.gguf_types, GGUF_TYPES + GGUF_K_TYPES)}
+    for flag, (given, possible) in known.items():
+        if wrong := [each for each in given if each not in possible]:
+            raise UserError(
+                f"{flag}: {wrong[0]}: one or more of {', '.join(possible)} are expected, with commas between"
+            )
+    if not options.formats:
+        raise UserError(f"--format: empty; one or more of {', '.join(FORMATS)} are expected")
+    if "gguf" not in options.formats:
+        if options.gguf_types or options.gguf_pre_tokenizer:
+            flag = "--gguf-type" if options.gguf_types else "--gguf-pre-tokenizer"
+            raise UserError(f"{flag}: nothing is written as GGUF; add --format gguf")
+        return
+    if not is_installed("gguf"):
+        raise UserError("--format gguf: needs the gguf package: pip install gguf")
+    made = [each for each in options.gguf_types if each in GGUF_K_TYPES]
+    if made and not is_installed("llama_cpp"):
+        raise UserError(
+            f"--gguf-type: {made[0]}: llama.cpp makes it, which is not installed: {LLAMA_CPP}; without it there are "
+            f"{', '.join(GGUF_TYPES)}"
+        )
 
 
 def _was_quantized(source: Path) -> bool:
@@ -57,6 +103,7 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
         raise UserError(f"{source}: a file; give the folder that holds it")
     if options.dtype not in (None, *DTYPES):
         raise UserError(f"--dtype: {options.dtype}: one of {', '.join(DTYPES)} is expected")
+    _check_formats(options)
     try:
         read_size(options.max_shard_size)
     except UserError as error:
@@ -117,7 +164,7 @@ def _check_replaceable(output: Path, overwrite: bool) -> None:
         raise UserError(f"{output}: exists; choose another --output, or replace it with --overwrite")
     is_export = output.is_dir() and not output.is_symlink()
     if not is_export or (
-        any(output.iterdir()) and not any((output / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG))
+        any(output.iterdir()) and not any(any(output.glob(name)) for name in (CONFIG_FILE, ADAPTER_CONFIG, "*.gguf"))
     ):
         raise UserError(f"{output}: not an exported model, so --overwrite does not replace it; choose another --output")
 

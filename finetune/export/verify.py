@@ -34,18 +34,17 @@ LISTED_DIFFERENCES = 10
 @contextmanager
 def start_verification(
     folder: Path,
-    source: Source,
-    target: TargetModel,
     weights: Weights,
     options: ExportOptions,
+    logits: Future[torch.Tensor] | None,
     reload: ReloadProcess | None = None,
 ) -> Iterator[tuple[Callable[[str, int], object], Callable[[Digests], str]]]:
-    """Verifies `folder`, in which all but the values is complete, while they are written.
+    """Verifies `folder`, in which all but the values is complete, while they are written. `logits`: the checkpoint's.
 
     Gives two functions: of (file, end), to be called as its first `end` bytes are on disk, and of the digests of what
     was written, which returns the verdict for the last line, and raises `UserError` where it is against.
 
-    The checkpoint's own logits are computed in a thread. The separate process (`reload`, where it runs already) reads
+    The separate process (`reload`, where it runs already) reads
     every value back, and computes its logits, as the values come onto the disk.
     """
     if not options.verify:
@@ -59,17 +58,15 @@ def start_verification(
 
         yield ignore, verify_adapter
     else:
-        trust_remote_code = options.trust_remote_code
-        with (
-            nullcontext(reload) if reload is not None else start_reload() as process,
-            _start_logits(source, target, weights, trust_remote_code) as logits,
-        ):
-            process.open_folder(folder, [shard.name for shard in weights.shards], trust_remote_code=trust_remote_code)
+        assert logits is not None
+        files, trust_remote_code = [shard.name for shard in weights.shards], options.trust_remote_code
+        with nullcontext(reload) if reload is not None else start_reload() as process:
+            process.open_folder(folder, files, trust_remote_code=trust_remote_code)
 
             def verify_model(written: Digests) -> str:
                 its_logits, digests = process.read_results()
                 compare_values(folder, weights, written, digests)
-                bound = _logits_bound(weights, is_merged=source.adapter is not None)
+                bound = _logits_bound(weights)
                 difference = _compare_logits(logits.result(), its_logits, bound)
                 agreement = f"logits within {difference:.1g}" if difference else "identical logits"
                 return f", verified: every value, and {agreement} in a separate process"
@@ -97,7 +94,7 @@ def compare_values(folder: Path, weights: Weights, written: Digests, found: Mapp
 
 
 @contextmanager
-def _start_logits(
+def start_logits(
     source: Source, target: TargetModel, weights: Weights, trust_remote_code: bool
 ) -> Iterator[Future[torch.Tensor]]:
     """The logits of the stored values, in float32, computed in a thread that ends with the block.
@@ -150,11 +147,11 @@ def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
     return model.eval()
 
 
-def _logits_bound(weights: Weights, *, is_merged: bool) -> float:
+def _logits_bound(weights: Weights) -> float:
     """The largest relative difference of the logits that rounding to the dtype of `weights` explains."""
     floats = {tensor.dtype for tensor in weights.stored.values() if tensor.dtype.is_floating_point}
     is_lossless = all(d.itemsize == 1 or torch.promote_types(d, weights.dtype) == weights.dtype for d in floats)
-    return 0.0 if is_lossless and not is_merged else BOUNDS[weights.dtype]
+    return 0.0 if is_lossless and not weights.is_merged else BOUNDS[weights.dtype]
 
 
 def _compare_logits(expected: torch.Tensor, found: torch.Tensor, bound: float) -> float:

@@ -122,6 +122,7 @@ class Weights:
         str, StoredTensor
     ]  # by the target's names: the checkpoint's tensors, or the base's under an adapter
     merge: MergeChoice | None = None  # of an adapter that was trained on a quantized base
+    is_merged: bool = False  # whether an adapter is in the model's values
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -164,8 +165,9 @@ def plan_weights(
         base = stored[name]
         return read_dequantized(base)[slices] if name in quantized else read_slice(base, slices)
 
-    values = list(_plan_files(source, target, read_base, planned))
-    return Weights(_split_into_shards(values, read_size(options.max_shard_size)), adapter, dtype, stored, merge)
+    values, is_merged = list(_plan_files(source, target, read_base, planned)), source.adapter is not None
+    shards = _split_into_shards(values, read_size(options.max_shard_size))
+    return Weights(shards, adapter, dtype, stored, merge, is_merged)
 
 
 def _plan_files(

@@ -1,0 +1,235 @@
+"""GGUF beside or instead of safetensors: which files are written, and the proof that llama.cpp says the same."""
+
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from finetune.errors import UserError
+from finetune.export.formats.gguf_file import FILE_TYPES, PlannedFile, find_differences, plan_file, write_file
+from finetune.export.formats.gguf_model import (
+    FileTensor,
+    check_config,
+    find_llama_cpp,
+    plan_tensors,
+    write_rope,
+    write_sizes,
+)
+from finetune.export.formats.gguf_tokenizer import Vocabulary, describe_tokenizer, write_tokenizer
+from finetune.export.formats.llama_cpp_process import quantize, run_llama_cpp
+from finetune.export.logits import prompts
+from finetune.export.publish import LLAMA_CPP, ExportOptions, is_installed
+from finetune.export.source import Source
+from finetune.export.target import TargetModel
+from finetune.export.write import Weights
+from finetune.terminal import progress_bar
+from finetune.units import disk_size
+
+# The largest ‖llama.cpp − checkpoint‖ / ‖checkpoint‖ of the logits that a type explains: llama.cpp rounds not only the
+# weights, but what it multiplies them with. What it quantizes itself is printed, and bounded by a wrong tensor's error.
+BOUNDS = {"f32": 1e-3, "f16": 0.02, "bf16": 0.1, "q8_0": 0.1}
+QUANTIZED_BOUND = 1.0
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+CONVERSATION = [{"role": "user", "content": "What's 12,345 + 1?"}, {"role": "assistant", "content": "It's 12,346."}]
+TEXT = (
+    "Once upon a time, in 1989, they'd say: I'LL go!\n\n\t  Tabs,   spaces\n \n and  3.14159 (or 22/7)...\r\n"
+    "na\u00efve \u041f\u0440\u0438\u0432\u0435\u0442 \u4f60\u597d\uff0c\u4e16\u754c \U0001f999\U0001f999 "
+    'camelCase HTTPServer __init__ "quoted"??!'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufPlan:
+    """The files of an export. Returned by `plan_gguf`."""
+
+    files: tuple[PlannedFile, ...]  # that are written here; the first is what llama.cpp quantizes
+    types: tuple[str, ...]  # of `files`
+    quantized: tuple[tuple[str, str], ...]  # name and type of the files that llama.cpp makes
+    asked: frozenset[str]  # the names that stay
+    tokenizer: Any  # transformers'
+    vocabulary: int  # the model's
+
+    @property
+    def byte_count(self) -> int:
+        return sum(file.byte_count for file in self.files) + len(self.quantized) * self.files[0].byte_count
+
+    def write(self, folder: Path, logits: Future[torch.Tensor] | None) -> list[str]:
+        """Writes the files into `folder`, and returns a line on each."""
+        return _write_gguf(folder, self, logits)
+
+
+def plan_gguf(
+    source: Source,
+    target: TargetModel,
+    weights: Weights,
+    options: ExportOptions,
+    title: str,
+    log: Callable[[str], object],
+) -> GgufPlan:
+    """Plans the files, down to the header of each. Reads no values.
+
+    Raises `UserError` where llama.cpp would compute another model, or has no such tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    where = str(source.description)
+    if target.beside:
+        raise UserError(f"{where}: --format gguf: a vision-language model; its tower is not exported as GGUF")
+    model: Any = target.model
+    config = model.config.get_text_config()
+    notes = check_config(config, where)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.description, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{where}: --format gguf: needs a tokenizer, which does not load: {reason}") from None
+    vocabulary = describe_tokenizer(tokenizer, config.vocab_size, source.description, options.gguf_pre_tokenizer)
+    for note in (*notes, *(vocabulary.doubts if not (options.verify and is_installed("llama_cpp")) else ())):
+        log(f"note: {note}")
+    tensors = plan_tensors([value for shard in weights.model for value in shard.values], config, where)
+    types = options.gguf_types or (DTYPES[weights.dtype],)
+    own = [each for each in types if each in FILE_TYPES]
+    others = [each for each in types if each not in FILE_TYPES]
+    exact = DTYPES[weights.dtype]  # what llama.cpp quantizes
+    written = [*([exact] if exact in own or others else []), *(each for each in own if each != exact)]
+    architecture, name = find_llama_cpp(config.model_type).architecture, _file_name(title)
+    write_keys = partial(_write_keys, config=config, vocabulary=vocabulary, title=title, where=where)
+    files = tuple(plan_file(f"{name}-{each.upper()}.gguf", architecture, tensors, each, write_keys) for each in written)
+    return GgufPlan(
+        files,
+        tuple(written),
+        tuple((f"{name}-{each.upper()}.gguf", each) for each in others),
+        frozenset(f"{name}-{each.upper()}.gguf" for each in types),
+        tokenizer,
+        config.vocab_size,
+    )
+
+
+def _file_name(title: str) -> str:
+    """
+    >>> _file_name("my model/é")
+    'my-model-'
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", title) or "model"
+
+
+def _shown_name(title: str, vocabulary: Vocabulary) -> str:
+    """`title`, so that llama.cpp strips the spaces after special tokens where the tokenizer does.
+
+    It decides that by whether the name has "phi-3" in it, and fails where these tokens are missing then.
+    """
+    if vocabulary.strips_after and {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= set(vocabulary.tokens):
+        return title if re.search("phi-?3", title, re.IGNORECASE) else f"{title} (phi-3)"
+    return re.sub("(phi)-?3", r"\1 3", title, flags=re.IGNORECASE)
+
+
+def _write_keys(writer: Any, config: Any, vocabulary: Vocabulary, title: str, where: str) -> list[FileTensor]:
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(_shown_name(title, vocabulary))
+    write_sizes(writer, config)
+    write_tokenizer(writer, vocabulary)
+    return write_rope(writer, config, where)
+
+
+def _write_gguf(folder: Path, plan: GgufPlan, logits: Future[torch.Tensor] | None) -> list[str]:
+    """Writes the files of `plan` into `folder`. Returns what is to be said of each.
+
+    Args:
+        logits: The checkpoint's own, of `prompts`; None: nothing is verified.
+
+    Raises `UserError` where what is read back differs, or llama.cpp computes something else.
+    """
+    said = []
+    with progress_bar("writing GGUF", sum(file.byte_count for file in plan.files)) as advance:
+        for file, file_type in zip(plan.files, plan.types, strict=True):
+            written = write_file(folder, file, advance)
+            verdict = ""
+            if logits is not None:
+                _raise_if_any(file.name, find_differences(folder / file.name, file, written))
+                if file.name in plan.asked:
+                    ran = _compare_with_llama_cpp(folder / file.name, plan, logits, BOUNDS[file_type])
+                    verdict = f", verified: every tensor, {ran}"
+            said.append((file.name, f"{disk_size(file.byte_count)}{verdict or ', not verified'}"))
+    for name, file_type in plan.quantized:
+        quantize(folder / plan.files[0].name, folder / name, file_type)
+        verdict = ", not verified"
+        if logits is not None:
+            error = _largest_error(folder / name, plan.files[0])
+            ran = _compare_with_llama_cpp(folder / name, plan, logits, QUANTIZED_BOUND)
+            verdict = f", verified: every tensor within {error:.2g} of its norm, {ran}"
+        said.append((name, f"{disk_size((folder / name).stat().st_size)}{verdict}"))
+    for file in plan.files:
+        if file.name not in plan.asked:
+            (folder / file.name).unlink()
+    return [f"{name}: {text}" for name, text in said if name in plan.asked]
+
+
+def _compare_with_llama_cpp(path: Path, plan: GgufPlan, logits: Future[torch.Tensor], bound: float) -> str:
+    if not is_installed("llama_cpp"):
+        return f"not run under llama.cpp, which is not installed ({LLAMA_CPP})"
+    texts = [(TEXT, True)]
+    if plan.tokenizer.chat_template:
+        texts.append((plan.tokenizer.apply_chat_template(CONVERSATION, tokenize=False), False))
+    found = run_llama_cpp(path, prompts(plan.vocabulary).tolist(), texts)
+    for (text, begins), theirs in zip(texts, found["tokens"], strict=True):
+        _compare_tokens(path.name, plan.tokenizer, text, plan.tokenizer.encode(text, add_special_tokens=begins), theirs)
+    expected = logits.result()
+    difference = float((torch.from_numpy(np.stack(found["logits"])) - expected).norm() / expected.norm())
+    if not difference <= bound:
+        raise UserError(
+            f"{path.name}: not exported: under llama.cpp the logits differ by {difference:.2g} from the "
+            f"checkpoint's; its type explains at most {bound:g}"
+        )
+    return f"and under llama.cpp the same tokens, and logits within {difference:.1g}"
+
+
+def _compare_tokens(name: str, tokenizer: Any, text: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
+    """Raises `UserError` where llama.cpp cuts a text into other tokens than transformers."""
+    if list(ours) == list(theirs):
+        return
+    place = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
+    shown = [tokenizer.convert_ids_to_tokens(list(ids[place : place + 3])) for ids in (ours, theirs)]
+    raise UserError(
+        f"{name}: not exported: after {tokenizer.decode(ours[:place])[-20:]!r} llama.cpp reads the tokens {shown[1]}, "
+        f"the tokenizer {shown[0]}; it cuts texts in a way that llama.cpp does not have"
+    )
+
+
+def _largest_error(path: Path, of: PlannedFile) -> float:
+    """The largest ‖quantized − value‖ / ‖value‖ of a tensor in a file that llama.cpp made.
+
+    Raises `UserError` where a tensor is missing, unexpected, of another shape, or another one.
+    """
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    names = {tensor.name for tensor, _ in of.tensors}
+    problems = [f"{name}: in one file only" for name in sorted(names ^ found.keys())]
+    _raise_if_any(path.name, problems)
+    worst = 0.0
+    for tensor, _ in of.tensors:
+        theirs, position, squares, errors = found[tensor.name], 0, 0.0, 0.0
+        rows = theirs.data.reshape(-1, theirs.data.shape[-1])
+        for block in tensor.blocks():
+            block = block.reshape(-1, tensor.shape[-1])
+            part = gguf.quants.dequantize(rows[position : position + len(block)], theirs.tensor_type)
+            if part.shape != tuple(block.shape):
+                raise UserError(f"{path.name}: not exported: {tensor.name}: has another shape")
+            squares += float(block.square().sum())
+            errors += float((torch.from_numpy(np.array(part, dtype=np.float32)) - block).square().sum())
+            position += len(block)
+        relative = (errors / squares) ** 0.5 if squares else errors
+        if relative > QUANTIZED_BOUND / 2:
+            raise UserError(f"{path.name}: not exported: {tensor.name}: differs by {relative:.2g} from the checkpoint")
+        worst = max(worst, relative)
+    return worst
+
+
+def _raise_if_any(name: str, problems: list[str]) -> None:
+    if problems:
+        raise UserError.of([f"{name}: not exported: the file does not hold what the model needs", *problems[:10]])

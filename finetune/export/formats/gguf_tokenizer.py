@@ -1,0 +1,250 @@
+"""A tokenizer as llama.cpp reads it: the vocabulary, how a text is cut before it is merged, and the special tokens."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+from finetune.constants import GENERATION_FILE
+from finetune.errors import UserError
+from finetune.files.run_json import read_json_object
+
+SPACE = "\u2581"  # SentencePiece writes it for a space
+END = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+START = r"[^\r\n\p{L}\p{N}]?"
+CASES = f"{START}{UPPER}*{LOWER}+%s|{START}{UPPER}+{LOWER}*%s|\\p{{N}}%s| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*"
+CASES += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+# (how tokenizer.json cuts a text, whether a whole word in the vocabulary is taken unmerged) -> llama.cpp's name for it.
+# Source: llama-vocab.cpp, which has the expressions of each name.
+PRE_TOKENIZERS: Mapping[tuple[str, bool], str] = {
+    ("ByteLevel", False): "gpt-2",
+    ("Digits ByteLevel", False): "smollm",
+    (f"{CONTRACTIONS}|{END % '{1,3}'}", True): "llama-bpe",
+    (f"{CONTRACTIONS}|{END % '{1,3}'}", False): "dbrx",
+    (f"{CONTRACTIONS}|{END % ''}", False): "qwen2",
+    (CASES % ("", "", ""), True): "tekken",
+    (CASES % (f"{CONTRACTIONS}?", f"{CONTRACTIONS}?", "{1,3}"), False): "gpt-4o",
+}
+NO_MERGES = ["never merged"]  # llama.cpp wants one; of words that no merge makes, this one never applies
+NORMALIZERS = ({"NFC"}, set[str]())  # of byte-level tokenizers; llama.cpp takes a text as it is, which mostly is NFC
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer in llama.cpp's terms. Returned by `describe_tokenizer`."""
+
+    model: str  # "llama": SentencePiece's BPE; "gpt2": byte-level BPE; "gemma4": the first with merges
+    pre_tokenizer: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float] | None = None  # of SentencePiece: the pair with the highest score is merged first
+    merges: list[str] | None = None  # of byte-level BPE
+    adds_space: bool | None = None  # of SentencePiece, in front of a text
+    special: dict[str, int] = field(default_factory=dict)  # "bos" -> id
+    adds_bos: bool = False
+    adds_eos: bool = False
+    template: Any = None
+    strips_after: bool = False  # whether special tokens take the spaces after them, as Phi-3's do
+    doubts: tuple[str, ...] = ()  # where llama.cpp may cut a text otherwise
+
+
+def describe_tokenizer(tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None = None) -> Vocabulary:
+    """A tokenizer of transformers, loaded from `folder`, for a model whose embedding has so many `rows`.
+
+    Args:
+        pre_tokenizer: llama.cpp's name for how a text is cut, where tokenizer.json is not one of those known here.
+
+    Raises `UserError` where llama.cpp has no tokenizer of its kind.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    described: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
+    model = described.get("model") or {}
+    if model.get("type") != "BPE":
+        kind = model.get("type") or type(tokenizer).__name__
+        raise UserError(f"{folder}: a tokenizer of the kind {kind}, which is not exported as GGUF; export safetensors")
+    if max(tokenizer.get_vocab().values()) >= rows:
+        raise UserError(f"{folder}: the tokenizer has ids beyond the model's {rows:,} embeddings; export its own one")
+    tokens, types = _list_tokens(tokenizer, rows, model)
+    pairs = [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+    plain, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    common = {
+        "tokens": tokens,
+        "types": types,
+        "special": _find_special(tokenizer, folder),
+        "adds_bos": tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id] != plain[:1],
+        "adds_eos": tokenizer.eos_token_id is not None and whole[-1:] == [tokenizer.eos_token_id] != plain[-1:],
+        "template": tokenizer.chat_template,
+        "strips_after": any(token.rstrip for token in tokenizer.added_tokens_decoder.values()),
+    }
+    parts = _list_parts(described.get("pre_tokenizer"))
+    if not model.get("byte_fallback") and any(part["type"] == "ByteLevel" for part in parts):
+        pre = pre_tokenizer or _name_pre_tokenizer(described, parts, has_merges=bool(pairs), folder=folder)
+        merges = [" ".join(map(_spell, pair)) for pair in pairs] or NO_MERGES
+        return Vocabulary("gpt2", pre, merges=merges, **common)
+    if not model.get("byte_fallback") or any(part["type"] not in ("Metaspace", "Split") for part in parts):
+        raise UserError(f"{folder}: a BPE that is neither byte-level nor SentencePiece's; export safetensors")
+    doubts = _find_doubts(model["vocab"], set(pairs))
+    adds_space = tokenizer.tokenize("a")[0].startswith(SPACE)
+    if (
+        doubts and common["adds_bos"] and not adds_space
+    ):  # Gemma's kind, whose merges newer versions of llama.cpp follow
+        return Vocabulary("gemma4", "gemma4", merges=[" ".join(pair) for pair in pairs], **common)
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(pairs):
+        ranks.setdefault("".join(pair), rank)  # several pairs may make one token
+    scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
+    return Vocabulary("llama", "default", scores=scores, adds_space=adds_space, doubts=doubts, **common)
+
+
+def _spell(token: str) -> str:
+    return token.replace(" ", "\u0120")  # a space separates the two of a pair; of byte-level BPE none has one
+
+
+def _list_tokens(tokenizer: Any, rows: int, model: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    """The token of each row of the embedding, and its kind; rows without one get a name that no text has."""
+    names = {number: token for token, number in tokenizer.get_vocab().items()}
+    added, types = tokenizer.added_tokens_decoder, gguf.TokenType
+    tokens, kinds = list[str](), list[int]()
+    for number in range(rows):
+        token = names.get(number, f"[PAD{number}]")
+        if number not in names:
+            kind = types.UNUSED
+        elif number in added and (added[number].special or _looks_special(token)):
+            kind = types.UNKNOWN if token == model.get("unk_token") else types.CONTROL
+        elif number in added:
+            token, kind = token.replace(SPACE, " "), types.USER_DEFINED
+        elif token == model.get("unk_token"):
+            kind = types.UNKNOWN
+        else:
+            kind = types.BYTE if model.get("byte_fallback") and _is_byte(token) else types.NORMAL
+        tokens.append(token)
+        kinds.append(int(kind))
+    return tokens, kinds
+
+
+def _looks_special(token: str) -> bool:
+    """Whether an added token is a mark, though its tokenizer does not call it special, as in Gemma's.
+
+    >>> _looks_special("<|im_end|>"), _looks_special("<unused7>"), _looks_special("<tool_call>")
+    (True, True, False)
+    """
+    marks = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"), ("<start_of_", ">"), ("<end_of_", ">"))
+    return token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
+        token.startswith(start) and token.endswith(end) for start, end in marks
+    )
+
+
+def _is_byte(token: str) -> bool:
+    """
+    >>> _is_byte("<0x0A>"), _is_byte("<0xZZ>")
+    (True, False)
+    """
+    return (
+        len(token) == 6
+        and token.startswith("<0x")
+        and token.endswith(">")
+        and set(token[3:5]) <= set("0123456789ABCDEF")
+    )
+
+
+def _find_special(tokenizer: Any, folder: Path) -> dict[str, int]:
+    """The ids of special tokens. What ends an answer beside eos, as generation_config.json says, is "eot" and "eom"."""
+    found = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    ends = read_json_object(folder / GENERATION_FILE).get("eos_token_id")
+    ends = [number for number in (ends if isinstance(ends, list) else [ends]) if isinstance(number, int)]
+    if ends and found["eos"] not in ends:
+        found["eos"] = ends[0]
+    others = (number for number in ends if number != found["eos"])
+    found |= dict(zip(("eot", "eom"), others, strict=False))
+    return {key: number for key, number in found.items() if number is not None}
+
+
+def _list_parts(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if pre_tokenizer is None:
+        return []
+    inner = pre_tokenizer.get("pretokenizers", []) if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    return [part for each in inner for part in (_list_parts(each) if each["type"] == "Sequence" else [each])]
+
+
+def _name_pre_tokenizer(
+    described: Mapping[str, Any], parts: Iterable[Mapping[str, Any]], *, has_merges: bool, folder: Path
+) -> str:
+    """llama.cpp's name for how a byte-level tokenizer cuts a text. Raises `UserError` where it has none."""
+    if not has_merges:
+        return "gpt-2"  # every byte is a token: nothing depends on where a text is cut
+    names: list[str] = []
+    for part in parts:
+        if part["type"] == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
+            names += part["pattern"].values()
+        elif part["type"] == "Digits" and part["individual_digits"]:
+            names.append("Digits")
+        elif part["type"] == "ByteLevel" and not part["add_prefix_space"]:
+            names += ["ByteLevel"] if part["use_regex"] else []
+        else:
+            names.append(f"{part['type']} with other settings")
+    cut = (" ".join(names), bool(described["model"].get("ignore_merges")))
+    normalizers = {part["type"] for part in _list_normalizers(described.get("normalizer"))}
+    if cut in PRE_TOKENIZERS and normalizers in NORMALIZERS:
+        return PRE_TOKENIZERS[cut]
+    more = f" after {' and '.join(sorted(normalizers))}" if normalizers not in NORMALIZERS else ""
+    raise UserError(
+        f"{folder}: llama.cpp is not known to cut a text as this tokenizer does ({cut[0][:60]!r}{more}); name its "
+        "pre-tokenizer with --gguf-pre-tokenizer, or export safetensors"
+    )
+
+
+def _list_normalizers(normalizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if normalizer is None:
+        return []
+    inner = normalizer.get("normalizers") if normalizer["type"] == "Sequence" else [normalizer]
+    return list(inner or [])
+
+
+def _find_doubts(vocabulary: Mapping[str, int], pairs: set[tuple[str, ...]]) -> tuple[str, ...]:
+    """llama.cpp merges any two tokens whose text is a token. A tokenizer that was not made by SentencePiece may not."""
+    for token in vocabulary:
+        if not _is_byte(token):
+            for cut in range(1, len(token)):
+                first, second = token[:cut], token[cut:]
+                if first in vocabulary and second in vocabulary and (first, second) not in pairs:
+                    return (
+                        f"llama.cpp may cut some texts otherwise: it merges {first!r} with {second!r}, which this "
+                        "tokenizer never does",
+                    )
+    return ()
+
+
+def write_tokenizer(writer: Any, vocabulary: Vocabulary) -> None:
+    """Adds `vocabulary` to a `gguf.GGUFWriter`."""
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+    if vocabulary.merges is not None:
+        writer.add_token_merges(vocabulary.merges)
+    if vocabulary.adds_space is not None:
+        writer.add_add_space_prefix(vocabulary.adds_space)
+    adders: dict[str, Callable[[int], None]] = {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "eot": writer.add_eot_token_id,
+        "eom": writer.add_eom_token_id,
+        "unk": writer.add_unk_token_id,
+        "pad": writer.add_pad_token_id,
+    }
+    for name, number in vocabulary.special.items():
+        adders[name](number)
+    writer.add_add_bos_token(vocabulary.adds_bos)
+    writer.add_add_eos_token(vocabulary.adds_eos)
+    if vocabulary.template:
+        named = vocabulary.template
+        writer.add_chat_template(
+            named if isinstance(named, str) else [{"name": name, "template": each} for name, each in named.items()]
+        )
