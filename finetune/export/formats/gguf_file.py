@@ -17,7 +17,7 @@ from finetune.export.formats.gguf_model import FileTensor
 from finetune.export.target import prefetch, raw_bytes
 from finetune.export.write import fill_file, make_file
 
-ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
+ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
 Kind = gguf.GGMLQuantizationType
 # What is written here; every other type is made by llama.cpp.
 FILE_TYPES = {
