@@ -10,7 +10,7 @@ import torch
 from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
 from finetune.export.card import has_chat_template, has_tokenizer, write_metadata
-from finetune.export.formats.table import PLANNERS
+from finetune.export.formats.planners import PLANNERS
 from finetune.export.merge import refuse_idle
 from finetune.export.merge_choice import choose_merge
 from finetune.export.publish import ExportOptions, MergeOnto, check_disk_space, check_request, publish, push_folder
