@@ -48,6 +48,7 @@ class LlamaCpp:
     has_own_head: bool = True  # else the embedding is the head
     scales_like_27b: int | None = None  # with so many layers queries are scaled by hidden_size / heads, not head_dim
     stretches_rope: tuple[str, ...] = ("linear", "yarn")  # the kinds of rope scaling
+    rotates_parts: bool = False  # partial_rotary_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +185,7 @@ FAMILIES: Mapping[str, Family] = {
         tensor_parallel="products",
         defaults=_sizes(3072, 8192, 32, 32, None, 32064),
         fused=True,
-        llama_cpp=LlamaCpp(architecture="phi3", stretches_rope=("longrope",)),
+        llama_cpp=LlamaCpp(architecture="phi3", stretches_rope=("longrope",), rotates_parts=True),
     ),
     "granite": LLAMA,
     "smollm3": replace(

@@ -179,7 +179,7 @@ def _compare_with_llama_cpp(path: Path, plan: GgufPlan, logits: Future[torch.Ten
         texts.append((plan.tokenizer.apply_chat_template(CONVERSATION, tokenize=False), False))
     found = run_llama_cpp(path, prompts(plan.vocabulary).tolist(), texts)
     for (text, begins), theirs in zip(texts, found["tokens"], strict=True):
-        _compare_tokens(path.name, plan.tokenizer, text, plan.tokenizer.encode(text, add_special_tokens=begins), theirs)
+        _compare_tokens(path.name, plan.tokenizer, text, _encode(plan.tokenizer, text, begins), theirs)
     expected = logits.result()
     difference = float((torch.from_numpy(np.stack(found["logits"])) - expected).norm() / expected.norm())
     if not difference <= bound:
@@ -188,6 +188,11 @@ def _compare_with_llama_cpp(path: Path, plan: GgufPlan, logits: Future[torch.Ten
             f"checkpoint's; its type explains at most {bound:g}"
         )
     return f"and under llama.cpp the same tokens, and logits within {difference:.1g}"
+
+
+def _encode(tokenizer: Any, text: str, begins: bool) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=begins, verbose=False)  # no warning of the length
+    return ids
 
 
 def _compare_tokens(name: str, tokenizer: Any, text: str, ours: Sequence[int], theirs: Sequence[int]) -> None:

@@ -137,7 +137,7 @@ def write_rope(writer: Any, config: Any, where: str) -> list[FileTensor]:
     if kind not in ("default", *family.stretches_rope) or scaled_windows:
         known = ", ".join(family.stretches_rope)
         raise UserError(f"{where}: rope_type: {kind}: llama.cpp's {family.architecture} has {known}")
-    if rotated != head_size(config) and config.model_type != "phi3":
+    if rotated != head_size(config) and not family.rotates_parts:
         raise UserError(f"{where}: partial_rotary_factor: llama.cpp's {family.architecture} rotates whole heads")
     writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -150,8 +150,6 @@ def write_rope(writer: Any, config: Any, where: str) -> list[FileTensor]:
 
 
 def _no_scaling(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]:
-    if find_llama_cpp(config.model_type).architecture == "phi3":  # it reads the key without scaling too
-        writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
     return []
 
 

@@ -1,6 +1,6 @@
-"""A separate process that runs llama.cpp on a GGUF file: its logits and tokens, or a quantized copy. A file that it
-cannot use ends the process, sometimes by an abort, and not the export.
+"""A separate process that runs llama.cpp on a GGUF file: its logits and tokens, or a quantized copy.
 
+A file that llama.cpp cannot use ends the process, sometimes by an abort, and not the export.
 `run_llama_cpp` starts `python -m finetune.export.formats.llama_cpp_process RESULTS` and sends it one line of JSON.
 """
 
