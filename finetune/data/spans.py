@@ -226,7 +226,7 @@ def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer)
         end = max(words[-1][1], _find_end_of_turn(text, *words[-1], renderer))
         return AskedTurn(prompt, text, (*words[:-1], (words[-1][0], end)))
     text = _continue_prompt(prompt, apply_template(renderer, messages[: i + 1], tools), messages[:i], tools, renderer)
-    start = _find_start_of_turn(text, messages[:i], tools, renderer)
+    start = _find_start_of_turn(text, prompt, messages[:i], tools, renderer)
     if start is None:
         return None
     end = _find_end_of_turn(text, start, len(text), renderer)
@@ -274,17 +274,18 @@ def _find_by_substitution(text: str, messages: list[Message], i: int, tools: Too
     return len(before), _find_end_of_turn(text, len(before), len(text) - len(after), renderer)
 
 
-def _find_start_of_turn(text: str, before: list[Message], tools: Tools, renderer: Renderer) -> int | None:
-    """Where the turn that follows `before` starts, after the generation prompt; None if that cannot be found."""
+def _find_start_of_turn(
+    text: str, prompt: str, before: list[Message], tools: Tools, renderer: Renderer
+) -> int | None:
+    """Where the turn that follows `before` starts, after `prompt`, its prompt; None if that cannot be found."""
     if not before:
         at = text.find(renderer.generation_prompt) if renderer.generation_prompt else -1
         return at + len(renderer.generation_prompt) if at >= 0 else 0
-    prompted = apply_template(renderer, before, tools, add_generation_prompt=True)
-    if text.startswith(prompted):
-        return len(prompted)
+    if text.startswith(prompt):
+        return len(prompt)
     # The prompt may differ from the turn as it is in the text (with <think>, say): the turn starts where they differ.
     bare = apply_template(renderer, before, tools)
-    shared = next((i for i, (a, b) in enumerate(zip(text, prompted, strict=False)) if a != b), len(text))
+    shared = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(text))
     if not text.startswith(bare) or shared <= len(bare):
         return None
     starts = [start for start, _ in renderer.backend.encode(text[len(bare) :], add_special_tokens=False).offsets]
