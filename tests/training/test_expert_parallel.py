@@ -91,7 +91,7 @@ def recipes(folder: Path) -> dict[str, Path]:
     found = {}
     for name, (model, keys) in (ON_TWO | ON_FOUR | {"all-linear": ("deepseek_v3-4", ALL_LINEAR)}).items():
         coefficient = COEFFICIENT if model.rpartition("-")[0] in BALANCED else None
-        common = {"global_batch_size": 5, "router_aux_loss_coef": coefficient}
+        common = {"global_batch_size": 5, "router_aux_loss_coef": coefficient, "learning_rate": 3e-4}
         found[name] = write_recipe(folder / f"{name}.yaml", models[model], data, **common | keys)
     for model in UNMOVED:
         steps = {"global_batch_size": 4, "max_steps": 1, "learning_rate": 1e-46}  # 0 in fp32
