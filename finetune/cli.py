@@ -226,6 +226,7 @@ def _add_chat(subcommands: "Subcommands") -> None:
     _take(prompts, "--prompt", "TEXT", "answer this and end; may be repeated", action="append", default=[])
     _take(prompts, "--prompts", "FILE", "answer every row (JSON Lines, CSV, Parquet, ...) or line of text")
     _flag(chat, "--json", "print a JSON object for each prompt")
+    _take(chat, "--image", "FILE", "what --prompt asks about; may be repeated", action="append", default=[])
     _take(chat, "--system", "TEXT", "the system message")
     _take(chat, "--max-new-tokens", "N", "of an answer (default: 512)", type=int, default=512)
     _take(chat, "--temperature", "T", "0 answers greedily (default: the model's generation_config.json)", type=float)

@@ -3,6 +3,7 @@
 import base64
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -206,6 +207,16 @@ class ImageProcessor:
         text = [self.token * len(pictures)]
         found = self._own(text=text, images=[pictures], return_tensors="pt", verbose=False)  # of a text of any length
         return {name: value for name, value in found.items() if name not in TEXT_INPUTS | LAYOUTS}
+
+    def make_generation_inputs(self, model: Any, input_ids: Any, images: Sequence[EncodedImage]) -> dict[str, Any]:
+        """The arguments of `model.generate` for the `images` whose tokens are in `input_ids`, on the model's device."""
+        import torch
+
+        is_image = torch.isin(input_ids, torch.tensor(self.token_ids, device=input_ids.device))
+        names = inspect.signature(model.forward).parameters
+        types = "token_type_ids" if "token_type_ids" in names else "mm_token_type_ids"
+        inputs = {types: is_image.long()} if types in names else {}
+        return {name: value.to(model.device) for name, value in (inputs | self.make_inputs(images)).items()}
 
     @cached_property
     def blank_inputs(self) -> dict[str, Any]:

@@ -274,9 +274,7 @@ def _find_by_substitution(text: str, messages: list[Message], i: int, tools: Too
     return len(before), _find_end_of_turn(text, len(before), len(text) - len(after), renderer)
 
 
-def _find_start_of_turn(
-    text: str, prompt: str, before: list[Message], tools: Tools, renderer: Renderer
-) -> int | None:
+def _find_start_of_turn(text: str, prompt: str, before: list[Message], tools: Tools, renderer: Renderer) -> int | None:
     """Where the turn that follows `before` starts, after `prompt`, its prompt; None if that cannot be found."""
     if not before:
         at = text.find(renderer.generation_prompt) if renderer.generation_prompt else -1

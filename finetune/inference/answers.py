@@ -16,8 +16,9 @@ from transformers.generation.streamers import BaseStreamer
 from finetune.constants import GENERATION_FILE
 from finetune.data.formats import Conversation
 from finetune.data.messages import BadRow
+from finetune.data.render import RenderedText, find_image_token, write_images
 from finetune.data.spans import read_messages
-from finetune.data.template import add_variables, apply_template, make_renderer
+from finetune.data.template import add_variables, apply_template, make_renderer, read_parts
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.errors import UserError
 from finetune.inference.inference_model import InferenceModel
@@ -53,6 +54,7 @@ def answer(
     messages, or they are longer than what the model can read.
     """
     input_ids = encode_prompt(model, conversation)
+    images = conversation.images
     limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
     room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(input_ids))
     if room <= 0:
@@ -67,6 +69,7 @@ def answer(
             generated = model.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
+                **(model.tokenizer.images.make_generation_inputs(model.whole, ids, images) if images else {}),
                 max_new_tokens=room,
                 streamer=streamer,
                 stopping_criteria=[_StopWhen(interrupted)],
@@ -98,13 +101,20 @@ def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int
     Raises `UserError` where the chat template rejects the conversation.
     """
     if model.template is None:
+        if conversation.images:
+            raise UserError(f"{model.name}: an image is asked about by a chat template; name one with --chat-template")
         text = "".join(message["content"] for message in conversation.messages)
         return list(model.tokenizer(text, verbose=False).input_ids)
     try:
         renderer = make_renderer(model.tokenizer, assistant_only=True)
+        if conversation.images:
+            find_image_token(renderer)  # says so where the model takes none
+            renderer = read_parts(renderer)
         renderer = add_variables(renderer, {**model.variables, **conversation.variables})
         messages = read_messages(conversation, renderer)
         text = apply_template(renderer, messages, conversation.tools, add_generation_prompt=True)
+        rendered = RenderedText(text, (), is_plain=False)
+        text = write_images(rendered, conversation, conversation.images, renderer).text
     except BadRow as error:
         raise UserError(f"{model.name}: {error}") from None
     return list(model.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.constants import ADAPTER, EXPORT
 from finetune.data.formats import Conversation
-from finetune.data.messages import OWN_VARIABLES
+from finetune.data.messages import IMAGE, OWN_VARIABLES
 from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
 from finetune.files.run_json import (
@@ -205,7 +205,9 @@ def _find_other(options: argparse.Namespace, reference: ModelReference) -> Model
 def _read_prompts(options: argparse.Namespace) -> list[Conversation]:
     """The prompts from --prompt and --prompts, otherwise from a pipe. Empty for an interactive session."""
     check_utf8(options.system or "", "--system")
-    prompts = [make_prompt(check_utf8(text, "--prompt"), options.system) for text in options.prompt]
+    if options.image and not options.prompt:
+        raise UserError("--image: is asked about by --prompt; give one, or type /image PATH in the conversation")
+    prompts = [make_prompt(check_utf8(text, "--prompt"), options.system, options.image) for text in options.prompt]
     if options.prompts is not None:
         prompts += read_prompts(options.prompts, options.system)
         if not prompts:
@@ -268,7 +270,8 @@ def _answer_all(
     for number, prompt in enumerate(prompts):
         answers: list[dict[str, Any]] = []
         if not as_json and len(prompts) > 1:
-            print(f"{'' if number == 0 else chr(10)}> {prompt.messages[-1]['content']}")
+            shown = prompt.messages[-1]["content"].replace(IMAGE, "[image] ")
+            print(f"{'' if number == 0 else chr(10)}> {shown}")
         for speaker in speakers:
             if not as_json and len(speakers) > 1:
                 print(f"{speaker.label}:")

@@ -4,17 +4,20 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from finetune.data.messages import Message
 from finetune.errors import UserError
 from finetune.inference.answers import Answer, Sampling, answer
 from finetune.inference.inference_model import InferenceModel
-from finetune.inference.prompts import ask, check_utf8, system_message
+from finetune.inference.prompts import ask, check_utf8, system_message, user_message
 from finetune.terminal import print_styled
 
 HELP = """\
 /new          start over
 /system TEXT  start over, with this system message (none: without one)
+/image PATH   ask about this image with the next line
 /exit         end; so does Ctrl-D. Ctrl-C stops an answer
 a line that ends in \\ continues on the next"""
 PROMPT = "> "
@@ -27,25 +30,33 @@ class Chat:
     model: InferenceModel
     messages: list[dict[str, Any]] = field(default_factory=list)
 
-    def ask(self, prompt: str, max_new_tokens: int = 512, temperature: float | None = None) -> str:
+    def ask(
+        self,
+        prompt: str,
+        max_new_tokens: int = 512,
+        temperature: float | None = None,
+        images: Sequence[str] = (),
+    ) -> str:
         """The model's answer to `prompt`, after all that was said before.
 
         Args:
             prompt: A user's turn.
             max_new_tokens: After which the answer is cut.
             temperature: 0: greedily; None: as the model's generation_config.json says.
+            images: Paths of what is asked about.
 
         Raises:
-            UserError: Where the conversation is longer than the model reads.
+            UserError: Where the conversation is longer than the model reads, or an image cannot be read.
         """
-        return take_turn(self, prompt, Sampling(max_new_tokens=max_new_tokens, temperature=temperature)).text
+        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
+        return take_turn(self, user_message(prompt, images), sampling).text
 
 
 def take_turn(
-    chat: Chat, prompt: str, sampling: Sampling, on_piece: Callable[[str], None] = lambda piece: None
+    chat: Chat, message: Message, sampling: Sampling, on_piece: Callable[[str], None] = lambda piece: None
 ) -> Answer:
-    """The answer to `prompt`, which is remembered with it. `on_piece` gets its text as it is made."""
-    asked = [*chat.messages, {"role": "user", "content": prompt}]
+    """The answer to `message`, which is remembered with it. `on_piece` gets its text as it is made."""
+    asked = [*chat.messages, message]
     answered = answer(chat.model, ask(asked), sampling, on_piece)
     if chat.model.template is not None:  # without turns, every prompt stands alone
         chat.messages = [*asked, {"role": "assistant", "content": answered.text}]
@@ -59,10 +70,10 @@ class Speaker:
     label: str
     chat: Chat
 
-    def ask(self, prompt: str, sampling: Sampling) -> None:
-        """Prints the answer as it is made. A prompt that cannot be answered is reported, and forgotten."""
+    def ask(self, message: Message, sampling: Sampling) -> None:
+        """Prints the answer as it is made. A message that cannot be answered is reported, and forgotten."""
         try:
-            finish_answer(take_turn(self.chat, prompt, sampling, write_piece), sampling)
+            finish_answer(take_turn(self.chat, message, sampling, write_piece), sampling)
         except UserError as error:
             print(error, file=sys.stderr)
 
@@ -74,6 +85,7 @@ def converse(speakers: Sequence[Speaker], sampling: Sampling, system: str | None
     """Asks for lines and prints the answers of every speaker, until the user ends it."""
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and a history for `input`, where Python has it
+    images: list[str] = []
     for speaker in speakers:
         speaker.start_over(system)
     while (line := read_turn()) is not None:
@@ -90,13 +102,18 @@ def converse(speakers: Sequence[Speaker], sampling: Sampling, system: str | None
                 for speaker in speakers:
                     speaker.start_over(system)
                 print_styled("a new conversation", "dim")
+            case "/image" if Path(rest.strip()).is_file():
+                images.append(rest.strip())
+            case "/image":
+                print(f"{rest.strip() or 'no path'}: no such file")
             case _ if command.startswith("/") and command[1:].isalpha():
                 print(f"{command}: no such command; /help lists them")
             case _:
                 for speaker in speakers:
                     if len(speakers) > 1:
                         print_styled(speaker.label, "bold")
-                    speaker.ask(line, sampling)
+                    speaker.ask(user_message(line, images), sampling)
+                images = []
         print()
 
 

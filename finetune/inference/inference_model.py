@@ -16,7 +16,9 @@ from transformers.utils.logging import disable_progress_bar
 from finetune.checkpoint.manifest import find_checkpoint_of
 from finetune.config.quantization import describe_quantization
 from finetune.config.row_formats import RENDERINGS
+from finetune.config.schema import Model
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
+from finetune.data.images import ImageProcessor
 from finetune.data.tokenizer import PLAIN, read_template
 from finetune.errors import UserError
 from finetune.export.card import has_tokenizer, write_metadata
@@ -46,6 +48,11 @@ class InferenceModel:
     variables: Mapping[str, Any] = field(default_factory=dict)  # chat_template_kwargs
     has_adapter: bool = False
     without_adapter: bool = False  # answer with the base under the adapter
+
+    @property
+    def whole(self) -> Any:
+        """The model of transformers, whose own arguments are known also under an adapter."""
+        return self.model.get_base_model() if self.has_adapter else self.model
 
     def computing(self) -> AbstractContextManager[Any]:
         """The block in which the model computes."""
@@ -93,6 +100,10 @@ def load_model(
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
     with suppress(UserError):  # a model's own code keeps its own rotary embedding
         install_document_rotary(model.get_base_model() if has_adapter else model)  # else dynamic RoPE remembers
+    is_whole = reference.kind == "checkpoint" and not has_adapter
+    described = str(source.description) if is_whole else model.config.name_or_path
+    keys = Model(model_name_or_path=described, model_revision=reference.revision)
+    tokenizer.images = ImageProcessor(keys, tokenizer)
     template = choose_template(tokenizer, reference, options, default_template, log)
     if template is not None:
         tokenizer.chat_template = template

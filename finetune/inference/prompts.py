@@ -4,24 +4,47 @@ answer. Imports no torch."""
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from finetune.data.formats import CONVERSATION_COLUMNS, QUESTION_COLUMNS, Columns, Conversation, make_conversation
-from finetune.data.messages import BadRow, Message, list_columns
+from finetune.data.images import read_image
+from finetune.data.messages import IMAGE, BadRow, Message, list_columns
 from finetune.data.readers import read_file
 from finetune.errors import UserError
 
 PROMPT_COLUMNS = (*QUESTION_COLUMNS, "text")
 
 
-def make_prompt(prompt: str, system: str | None) -> Conversation:
-    """A conversation that begins with `prompt`, after the system message where there is one."""
-    return ask([*system_message(system), {"role": "user", "content": prompt}])
+def make_prompt(prompt: str, system: str | None, images: Sequence[str] = ()) -> Conversation:
+    """A conversation that begins with `prompt`, after the system message where there is one.
+
+    images: Paths of what is asked about.
+
+    Raises:
+        UserError: Where an image cannot be read.
+    """
+    return ask([*system_message(system), user_message(prompt, images)])
+
+
+def user_message(prompt: str, images: Sequence[str] = ()) -> Message:
+    """What a user says, after the images that it is about."""
+    parts = [{"type": "image", "path": path} for path in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": prompt}] if parts else prompt}
 
 
 def ask(messages: Sequence[Message]) -> Conversation:
-    """The messages, to be answered."""
-    return Conversation(tuple(messages), (False,) * len(messages))
+    """The messages, to be answered; a content may be a list of parts.
+
+    Raises:
+        UserError: Where an image cannot be read.
+    """
+    if all(isinstance(message["content"], str) for message in messages):
+        return Conversation(tuple(messages), (False,) * len(messages))
+    try:
+        return _before_answer({}, list(messages), None, Path())
+    except BadRow as error:
+        raise UserError(str(error)) from None
 
 
 def system_message(system: str | None) -> list[Message]:
@@ -68,15 +91,15 @@ def read_prompts(path: str, system: str | None) -> Iterator[Conversation]:
         try:
             if isinstance(row, BadRow):
                 raise row
-            yield _read_row(row, system)
+            yield _read_row(row, system, Path(path).parent)
         except BadRow as error:
             raise UserError(f"{path}:{number}: {error}") from None
 
 
-def _read_row(row: dict[str, Any], system: str | None) -> Conversation:
+def _read_row(row: dict[str, Any], system: str | None, folder: Path) -> Conversation:
     for column in (*CONVERSATION_COLUMNS, "prompt"):
         if isinstance(row.get(column), list):
-            return _before_answer(row, row[column], system)
+            return _before_answer(row, row[column], system, folder)
     if isinstance(row.get("instruction"), str):  # Alpaca: instruction and input
         parts = [row["instruction"], row.get("input")]
         return make_prompt("\n\n".join(part for part in parts if isinstance(part, str) and part), system)
@@ -89,19 +112,20 @@ def _read_row(row: dict[str, Any], system: str | None) -> Conversation:
     )
 
 
-def _before_answer(row: dict[str, Any], turns: list[Any], system: str | None) -> Conversation:
-    """The conversation up to the last turn that the assistant does not say."""
+def _before_answer(row: dict[str, Any], turns: list[Any], system: str | None, folder: Path) -> Conversation:
+    """The conversation up to the last turn that the assistant does not say, with its images, whose paths are of
+    `folder`."""
     answer = {"role": "assistant", "content": ""}
     conversation = make_conversation(Columns(row), [*turns, answer] if _is_open(turns) else turns)
-    if conversation.images:
-        raise BadRow("a prompt with an image is not answered here; exact_match_samples answers held-out ones in a run")
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise BadRow("messages: nothing is asked before the assistant's turn")
     messages = [*(system_message(system) if messages[0]["role"] != "system" else []), *messages]
-    return replace(conversation, messages=tuple(messages), trained=(False,) * len(messages))
+    asked = sum(message["content"].count(IMAGE) for message in messages) if conversation.images else 0
+    images = tuple(read_image(image, folder) for image in conversation.images[:asked])
+    return replace(conversation, messages=tuple(messages), trained=(False,) * len(messages), images=images)
 
 
 def _is_open(turns: list[Any]) -> bool:

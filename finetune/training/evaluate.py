@@ -1,6 +1,5 @@
 """Evaluation on rows that are not trained on: the held-out loss, and generated answers."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -199,20 +198,15 @@ def _generated(
     for row, prompt in enumerate(prompts):
         input_ids[row, longest - len(prompt.prompt_ids) :] = torch.as_tensor(prompt.prompt_ids)
         attention_mask[row, longest - len(prompt.prompt_ids) :] = 1
-    images: dict[str, Any] = {}
-    if found := [image for prompt in prompts for image in prompt.images]:
-        is_image = torch.isin(input_ids, torch.tensor(tokenizer.images.token_ids))
-        names = inspect.signature(transformer.forward).parameters
-        types = "token_type_ids" if "token_type_ids" in names else "mm_token_type_ids"
-        images = {types: is_image.long()} if types in names else {}
-        images |= tokenizer.images.make_inputs(found)
+    images = [image for prompt in prompts for image in prompt.images]
+    of_images = tokenizer.images.make_generation_inputs(transformer, input_ids, images) if images else {}
     expected = [len(tokenizer.encode(p.answer, add_special_tokens=False)) for p in prompts if p.answer]
     # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would run uncompiled.
     with unwrapped_call(model, world), torch.compiler.set_stance("force_eager"):
         generated = transformer.generate(
             input_ids=input_ids.to(world.device),
             attention_mask=attention_mask.to(world.device),
-            **{name: value.to(world.device) for name, value in images.items()},
+            **of_images,
             max_new_tokens=2 * max(expected) + 2 if expected else max_new_tokens,
             do_sample=False,
             use_cache=True,

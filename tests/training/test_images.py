@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from finetune.cli import main
 from finetune.config.reader import read_recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.prepare import prepare_data
@@ -20,7 +21,7 @@ from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.session import Session
 from tests.checkpoint.test_resume import RUN, kill_after
-from tests.conftest import make_chat
+from tests.conftest import make_chat, make_model
 from tests.data.world import Rank
 from tests.ranks import launch_ranks
 from tests.training import reference
@@ -240,6 +241,50 @@ def test_held_out_images_are_answered_as_by_the_exported_model(
         own = processor.tokenizer.decode(ids[0, end:], skip_special_tokens=True).strip()
         assert own.startswith(line["answer"])
     assert any(line["answer"] for line in found)
+
+
+@pytest.mark.parametrize("part", ["export", "adapter", "checkpoints/step-00000003"])
+def test_chat_answers_about_images_as_the_run_does(
+    part: str, runs: Callable[..., Path], recipes: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs("qwen2_5_vl-lora", "single", 1)
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()][-3:]
+    recipe = read_recipe(str(recipes["qwen2_5_vl-lora"]))
+    held_out = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Rank()).evaluation
+    assert held_out is not None
+    data = Path(recipe.data.datasets[0].path)
+    lines = [int(held_out.examples.where(index).rpartition(":")[2]) for index in range(3)]
+    rows = [data.read_text().splitlines()[line - 1] for line in lines]
+    asked = data.with_name("asked.jsonl")  # beside its images
+    asked.write_text("".join(row + "\n" for row in rows))
+    chat = ["chat", str(run / part), "--temperature", "0", "--max-new-tokens", "30", "--json"]
+    assert main([*chat, "--prompts", str(asked)]) == 0
+    answers = [json.loads(line)["answers"][0]["answer"].strip() for line in capsys.readouterr().out.splitlines()]
+    assert [answer.startswith(sample["answer"]) for answer, sample in zip(answers, samples, strict=True)] == [True] * 3
+    first = json.loads(rows[0])["messages"][0]["content"]
+    images = [data.with_name(part["path"]) for part in first if part["type"] == "image"]
+    text = next(part["text"] for part in first if part["type"] == "text")
+    if first[-1]["type"] == "text" and len(json.loads(rows[0])["messages"]) == 2:
+        named = [word for image in images for word in ("--image", str(image))]
+        assert main([*chat, "--prompt", text, *named]) == 0
+        assert json.loads(capsys.readouterr().out)["answers"][0]["answer"].strip() == answers[0]
+
+
+def test_an_image_that_cannot_be_asked_about_is_one_sentence(
+    runs: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = ["chat", str(runs("qwen2_5_vl-lora", "single", 1) / "export"), "--prompt", "What is it?"]
+    (tmp_path / "text.png").write_text("no image")
+    for path, error in ((tmp_path / "none.png", "no such file"), (tmp_path / "text.png", "cannot be read as an image")):
+        assert main([*chat, "--image", str(path)]) == 2
+        assert f"image: {path}: {error}" in capsys.readouterr().err
+    assert main([*chat, "--image", str(draw_image(tmp_path / "one.png", 1)), "--no-chat-template"]) == 2
+    assert "name one with --chat-template" in capsys.readouterr().err
+    assert main(["chat", str(make_model(tmp_path / "text")), "--prompt", "What?", "--chat-template", "chatml",
+                 "--image", str(tmp_path / "one.png")]) == 2  # fmt: skip
+    assert "a row holds an image, and this model takes none" in capsys.readouterr().err
+    assert main([*chat[:2], "--image", str(tmp_path / "one.png")]) == 2
+    assert "--image: is asked about by --prompt" in capsys.readouterr().err
 
 
 def test_the_report_counts_images(runs: Callable[..., Path]) -> None:
