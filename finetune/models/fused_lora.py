@@ -65,12 +65,12 @@ def _multiply(layer: Any, x: Tensor) -> Tensor:
     form, weight, scales = base.stored_weight(dtype) if type(base) is QuantizedLinear else (None, base.weight, None)
     a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
     product: Tensor = _LoraLinear.apply(x, a, b, layer.scaling[ADAPTER_NAME], base.bias, dtype, form, weight, scales)  # type: ignore[no-untyped-call]
-    return product
+    return product.view(*x.shape[:-1], product.shape[-1])  # outside, so that a model may add to it in place (Falcon)
 
 
 class _LoraLinear(torch.autograd.Function):
-    """[..., in] -> [..., out]; weight [out, in], or its codes and scales where there is a `form`; a [rank, in], b [out,
-    rank].
+    """[..., in] -> [rows, out]; weight [out, in], or its codes and scales where there is a `form`; a [rank, in], b
+    [out, rank].
 
     Computed in `dtype`, whatever autocast says. Kept for the backward: the input as it came, and x A^T [..., rank].
     """
@@ -96,14 +96,14 @@ class _LoraLinear(torch.autograd.Function):
             inner = rows @ a.to(dtype).t()
             product = torch.addmm(product, inner, b.to(dtype).t(), alpha=scale)
         ctx.save_for_backward(inputs, inner, a, b, weight, scales)
-        return product.view(*inputs.shape[:-1], product.shape[-1])
+        return product
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, inner, a, b, weight, scales = ctx.saved_tensors
         dtype, of_inputs, of_a, of_b = ctx.dtype, None, None, None
         with torch.autocast(inputs.device.type, enabled=False):
-            of_output = gradient.reshape(-1, gradient.shape[-1]).to(dtype)
+            of_output = gradient.to(dtype)
             of_inner = (of_output @ b.to(dtype)) * ctx.scale
             if ctx.needs_input_grad[2]:
                 of_b = ((of_output.t() @ inner) * ctx.scale).to(b.dtype)

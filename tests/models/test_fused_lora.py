@@ -199,3 +199,20 @@ def run_compiled(layers: nn.Module, dtype: Any, graphs: list[Any]) -> dict[str, 
     for layer in layers.values():
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=backend)
     return run(layers, dtype)
+
+
+def test_a_model_may_add_to_an_output_in_place() -> None:
+    """As Falcon adds attention to the MLP."""
+    found: list[dict[str, Tensor]] = []
+    for fuse in (False, True):
+        layers = make_layers()
+        if fuse:
+            fuse_adapters(layers)
+        x = torch.randn(2, TOKENS, WIDTH_IN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        output = layers["gate"](x)
+        output += layers["up"](x)
+        output.tanh().sum().backward()
+        assert x.grad is not None
+        gradients = {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
+        found.append({"x": x.grad, "output": output} | gradients)
+    assert worst_error(found[1], found[0]) < 1e-5
