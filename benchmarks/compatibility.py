@@ -29,8 +29,8 @@ Will my recipe run? `finetune convert` was given configuration files that other 
 is counted once:
 
 - **Converted, no difference**: nothing is listed under "Different here" in the recipe. Learning rate, schedule, warm-up, batch,
-  clipping, decay, epochs, packing, length, trained tokens, LoRA's scale, precision and layout are the same. Remarks under "Worth a look" (for example that the tool also caps the warm-up, which
-  matters in long runs only) do not count.
+  clipping, decay, epochs, packing, length, trained tokens, LoRA's scale, precision and layout are the same. Remarks under "Worth a look" do not count: that the tool also caps the warm-up, say, which
+  matters in long runs only, or that it trains the header of an answer too, some three tokens.
 - **Converted, with differences listed**: everything it needs is supported, but something works differently, and the recipe lists
   it: for example a warm-up that is quadratic there and linear here.
 - **Needs a missing capability**: refused by name, or converted with that difference listed.

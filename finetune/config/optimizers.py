@@ -108,7 +108,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
             "optim_offload: nvme": "its state cannot be kept in files",
         },
         other_names=("adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"),
-        converted=r"(.*\.)?(?!.*4bit)(?=.*8bit)[^.]*adamw[^.]*",
+        converted=r"(.*\.)?(?=.*[48]bit)[^.]*adamw[^.]*",
     ),
     "adafactor": OptimizerFacts(
         help="keeps a number for each row and column, at the fixed learning rate, as Transformers' Trainer has it; "

@@ -141,6 +141,7 @@ TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 IMAGE_SIZE = "the model's own image processor, as its files configure it, decides the size"
 TOWER = "the tower and the projector are frozen; true is the default there too"
 TOKEN = "a mapping of the four names; a pad_token is left out beside adapters, which would train the embedding for it"
+MISTRAL = "mistral-v7-tekken, mistral-v11-tekken and mistral-v13-tekken are mistral-common's texts"
 TEMPLATE = "chat_template takes the tokenizer's own, a family's name, a file or inline Jinja"
 OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column, messages_column, ..."
 RESUMES = "a run whose output_dir has a checkpoint resumes; name another output_dir to start over"
@@ -235,6 +236,7 @@ AXOLOTL = (
     Counterpart("dataset_processes", "dataset_num_proc"),
     Counterpart("chat_template", "chat_template", TEMPLATE, "template"),
     Counterpart("chat_template_jinja", "chat_template"),
+    Counterpart("tokenizer_use_mistral_common", "chat_template", MISTRAL, "by-code"),
     Counterpart("sequence_len", "max_length"),
     Counterpart("excess_length_strategy", "overlength", "dropped where it is not given", "overlength"),
     Counterpart("sample_packing", "packing"),
@@ -328,7 +330,7 @@ AXOLOTL = (
     *ignored(COMPUTE, "bnb_config_kwargs.bnb_4bit_compute_dtype", "bnb_config_kwargs.bnb_4bit_quant_storage"),
     *without_counterpart(IMAGE_SIZE, "image_size", "image_resize_algorithm", "processor_kwargs"),
     *ignored(FOUND, "processor_type", "is_multimodal", "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
-               "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model", "cls_model_config"),
+               "tokenizer_legacy", "gptq", "is_mistral_derived_model", "is_falcon_derived_model", "cls_model_config"),
     *ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "shuffle_merged_datasets",
                "remove_unused_columns", "skip_prepare_dataset", "ddp_find_unused_parameters", "max_packed_sequence_len"),
     *ignored("packed attention is built in; attn_implementation: flash_attention_2 asks for the package", "flash_attention",
@@ -388,7 +390,12 @@ LLAMA_FACTORY = (
     Counterpart("freeze_extra_modules", "trainable_modules", "beside the layers", "by-code"),
     Counterpart("additional_target", "modules_to_save", "", "names"),
     Counterpart("use_muon", "optim", "updates scaled as by Moonshot", "optimizer-flag"),
-    *unsupported("another optimizer", "use_galore", "use_badam", "use_apollo", "use_adam_mini"),
+    *unsupported("GaLore", "use_galore", *(f"galore_{key}" for key in ("target", "rank", "update_interval", "scale", "proj_type", "layerwise"))),
+    *unsupported("APOLLO", "use_apollo", *(f"apollo_{key}" for key in (
+        "target", "rank", "update_interval", "scale", "proj", "proj_type", "scale_type", "layerwise", "scale_front"))),
+    *unsupported("BAdam", "use_badam", *(f"badam_{key}" for key in (
+        "mode", "start_block", "switch_mode", "switch_interval", "update_ratio", "mask_mode", "verbose"))),
+    *unsupported("Adam-mini", "use_adam_mini"),
     *unsupported("PiSSA", "pissa_init"),
     *in_accelerate_file(FP8, "fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather"),
     *unsupported("KTransformers", "use_kt", "kt_weight_path", "kt_expert_checkpoint_path", "kt_optimize_rule"),
@@ -410,7 +417,8 @@ LLAMA_FACTORY = (
     *ignored(ONE_LOSS, "use_unsloth"),
     *ignored("always the case here", "do_predict", "predict_with_generate"),
     *ignored(LAUNCHER, "ray_num_workers", "ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"),
-    *ignored("the model's own chat template writes the tools", "tool_format", "enable_thinking", "use_v1_kernels"),
+    *ignored("the model's own chat template writes the tools", "tool_format", "use_v1_kernels"),
+    *without_counterpart("thoughts are written as the chat template writes them; chat_template_kwargs of a row is given to it", "enable_thinking"),
     *ignored(HUB, "export_dir", "export_hub_model_id"),
     *FACTORY_PREFERENCES,
 )  # fmt: skip

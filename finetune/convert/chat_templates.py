@@ -1,5 +1,6 @@
 """The chat template that a file of another tool trains with: our name for it, and what theirs writes otherwise."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,11 @@ TOKENIZERS = {
     "llama2_tokenizer": "inst-torchtune", "mistral_tokenizer": "inst-torchtune", "gemma_tokenizer": "joined", "llama3_tokenizer": "llama3",
     "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml", "phi3_mini_tokenizer": "phi3", "phi4_tokenizer": "phi4",
 }  # fmt: skip
+# Models whose turns mistral-common writes, by the version of their tokenizers.
+MISTRAL_COMMON = {
+    r"ministral-3-|magistral-small-25(07|09)": "mistral-v13-tekken", r"mistral-small-3\.2": "mistral-v11-tekken",
+    r"mistral-small-(3\.1|24b)": "mistral-v7-tekken", r"ministral-8b|nemo": "mistral-v3-tekken",
+}  # fmt: skip
 OTHER_STYLES = ("alpaca", "metharme")  # Axolotl's names that are of no model
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 
@@ -78,7 +84,14 @@ def set_template(key: str, value: Any, pair: Counterpart, found: Conversion) -> 
 
 
 def add_tokenizers_turns(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """The chat format, which torchtune's tokenizers have built in whatever the model's files say."""
+    """The chat format, which torchtune's tokenizers and mistral-common have built in whatever the model's files say."""
+    if theirs.get("tokenizer_use_mistral_common") and not found.images:
+        model = str(theirs.get("base_model")).lower()
+        named = next((name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None)
+        if named is None:
+            found.add_difference("tokenizer_use_mistral_common", True, "the tokenizer's own template is used")
+        else:
+            found.recipe["chat_template"] = named
     tokenizer, data = read_section(theirs, "tokenizer"), str(read_section(theirs, "dataset").get("_component_"))
     name = TOKENIZERS.get(str(tokenizer.get("_component_")).rsplit(".", 1)[-1])
     if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):

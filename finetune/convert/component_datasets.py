@@ -109,6 +109,11 @@ def _torchtune_columns(entry: TheirEntry, component: str) -> dict[str, Any]:
 
 
 AUTOMODEL_FORMATS = {"make_squad_dataset": "squad", "HellaSwag": "hellaswag"}
+AUTOMODEL_ENDS = {
+    "squad": "without a chat template the end-of-text token is trained after each answer here, and the space before an "
+    "answer is no part of its first token",
+    "hellaswag": "the end-of-text token is trained after each answer here",
+}
 BY_CODE = "this class joins several columns of a row in code; write the rows as messages and name that file as path, or yield them: `function: my_data.py:rows`"
 
 
@@ -135,10 +140,12 @@ def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversi
                 found.recipe["assistant_only_loss"] = False
         elif kind in AUTOMODEL_FORMATS:
             keys["type"] = AUTOMODEL_FORMATS[kind]
-            found.remarks.append(f"{entry.where}: the end-of-text token is trained after each answer here")
+            found.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[keys['type']]}")
         elif kind != "ChatDataset":
             found.add_difference(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
             found.to_do.append(f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above")
+        if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
+            found.remarks.append(f"{entry.where}: under a chat template the header of an answer is trained too there")
         template = entry.take("chat_template")
         if template:
             found.recipe["chat_template"] = template

@@ -13,12 +13,21 @@ from finetune.config.families import has_fused_experts
 from finetune.config.methods import METHODS
 from finetune.config.other_tools import INT8, Counterpart
 from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
+from finetune.config.schedules import SCHEDULES
 from finetune.config.schema import NESTED, Lora, keys_of, recipe_keys
 from finetune.config.yaml_file import read_entries
 from finetune.convert.accelerate import read_layout, write_accelerate
 from finetune.convert.chat_templates import add_tokenizers_turns, set_template
 from finetune.convert.datasets import add_sources
-from finetune.convert.model_names import BITSANDBYTES_MODEL, DEQUANTIZED, dequantizes, find_images, guess_family
+from finetune.convert.model_names import (
+    BITSANDBYTES_MODEL,
+    DEQUANTIZED,
+    dequantizes,
+    find_images,
+    guess_family,
+    is_mixture,
+    report_classes,
+)
 from finetune.convert.recognize import (
     Refusal,
     adapt_preferences,
@@ -28,7 +37,7 @@ from finetune.convert.recognize import (
     refuse_other_methods,
     rename_v1,
 )
-from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, shorten
+from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, read_section, shorten
 from finetune.convert.runnable import make_runnable
 from finetune.convert.tool_keys import (
     DEFAULTS,
@@ -88,12 +97,14 @@ def convert_file(source: Path) -> Conversion:
     for key, value in rate_first:
         _convert_key(key, value, known, found)
     adapt_tool(theirs, text, found)
+    report_classes(theirs, found)
     add_tokenizers_turns(theirs, found)
     name = str(found.recipe.get("model_name_or_path"))
     if dequantizes(theirs, name) and not DEQUANTIZED.search(name.lower()):
         found.to_do.append(f"model_name_or_path: {name} is stored in MXFP4 and dequantized there; name a copy in bf16")
     asked = next((load_key for load_key in LOAD_KEYS if found.recipe.get(load_key)), None)
-    if asked and has_fused_experts(guess_family(name) or "") and not theirs.get("quantize_moe_experts"):
+    is_fused = is_mixture(name) and has_fused_experts(guess_family(name) or "")
+    if asked and is_fused and not theirs.get("quantize_moe_experts"):
         found.add_difference(asked, True, "a mixture's experts are quantized here too; there only linear layers are")
     adapt_preferences(method, theirs, source, found)
     add_sources(tool, theirs, source, found)
@@ -188,6 +199,8 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
     if pair.carry == "optimizer":
         notes = (note for pattern, note in OPTIMIZER_NOTES.items() if re.search(pattern, str(value).lower()))
         found.remarks += [f"{key}: {shorten(value)}   ({note})" for note in notes]
+        if "4bit" in str(value).lower():
+            found.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
     if value == "qlora" and pair.carry == "adapter":
         found.recipe |= QLORA
     elif pair.carry == "bits" and value == 8:
@@ -242,6 +255,7 @@ def _add_saves(theirs: Mapping[str, Any], found: Conversion, given: dict[str, An
         given.pop("save_steps", None)
     epochs = recipe.get("num_train_epochs", given.get("num_train_epochs", 1))
     once = theirs.get("saves_per_epoch") or theirs.get("save_last_epoch_only") or recipe.get("streaming")
+    once = once or read_section(theirs, "step_scheduler").get("save_checkpoint_every_epoch") is False
     if not is_said and "save_steps" not in given and not once and isinstance(epochs, int | float) and epochs > 1:
         recipe["save_strategy"] = "epoch"
     if not {"save_steps", "save_strategy"} & (recipe.keys() | given.keys()) or recipe.get("save_strategy") == "no":
@@ -263,6 +277,8 @@ def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None
     if found.recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
         del found.recipe["activation_offload"]
         found.remarks.append("activation offloading is dropped: without activation checkpointing there is none here")
+    if found.recipe.get("activation_offload") and found.recipe.pop("torch_compile", None):
+        found.remarks.append("torch_compile is dropped: torch does not offload activations inside compiled layers")
     if found.recipe.get("optim_in_backward") and layout.sharding == "offload":
         del found.recipe["optim_in_backward"]
         found.remarks.append("optimizer_in_bwd is dropped: under CPU offload gradients are in host memory already")
@@ -300,6 +316,9 @@ def _remove_contradictions(found: Conversion) -> None:
         recipe["min_lr_ratio"] = 1e-7 / (
             recipe.get("learning_rate") or recipe_keys()["learning_rate"].default
         )  # lr_end there
+    schedule = SCHEDULES.get(str(recipe.get("lr_scheduler_type")))
+    if schedule is not None and not schedule.has_end and recipe.pop("min_lr_ratio", None):
+        found.ignored.append("min_lr")  # a rate that does not fall has no use for it
     if recipe.get("warmup_steps", 0) is None:
         del recipe["warmup_steps"]
     for key in [key for key, value in recipe.items() if value is None and recipe_keys()[key].default is None]:

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config.families import IMAGE_FAMILIES, has_fused_experts
+from finetune.config.families import IMAGE_FAMILIES, find_family, has_fused_experts
 from finetune.config.quantization import LOAD_KEYS
-from finetune.convert.rules import read_section
+from finetune.convert.rules import Conversion, convert_names, read_section
 from finetune.convert.tool_keys import Tool
 from finetune.files.run_json import read_json_object
 
@@ -23,25 +23,26 @@ FAMILIES = (
     (r"falcon-?h1", "falcon_h1"), (r"falcon-?(7b|40b|rw)", "falcon"), (r"falcon-?mamba", "falcon_mamba"), (r"falcon-?(3|e)", "llama"),
     (r"\bmpt", "mpt"), (r"bloom", "bloom"), (r"stablelm|stable-?code", "stablelm"), (r"codegen", "codegen"), (r"rwkv", "rwkv"),
     (r"starcoder-?2|starchat-?2", "starcoder2"), (r"starcoder|santacoder", "gpt_bigcode"),
-    (r"phi-?(3|4)", "phi3"), (r"phi-?[12]", "phi"), (r"smollm-?3", "smollm3"), (r"apertus", "apertus"),
-    (r"qwen-?3[-_.]?(5|next)", "qwen3_5_text"), (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"), (r"qwen-?3", "qwen3"),
+    (r"phi-?(3|4)", "phi3"), (r"phi-?[12]", "phi"), (r"smollm-?3(?!\d)", "smollm3"), (r"apertus", "apertus"),
+    (r"qwen-?3(\.\d|[-_.]?(5|next))", "qwen3_5_text"), (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"), (r"qwen-?3", "qwen3"),
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"), (r"qwen", "qwen2"),
-    (r"gemma-?3", "gemma3_text"), (r"gemma-?2-|gemma2", "gemma2"), (r"gemma", "gemma"),
+    (r"gemma-?4.*a\d+b", None), (r"gemma-?4", "gemma4_text"), (r"gemma-?3", "gemma3_text"), (r"gemma-?2-|gemma2", "gemma2"), (r"gemma", "gemma"),
     (r"deepseek-?(coder-)?v2", "deepseek_v2"), (r"deepseek-?v3|moonlight|kimi-k2", "deepseek_v3"),
-    (r"granite-?4.*h\b|bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"), (r"granite", "granite"),
+    (r"granite-?4", "granitemoehybrid"), (r"bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"), (r"granite", "granite"),
     (r"olmoe", "olmoe"), (r"olmo-?3", "olmo3"), (r"olmo-?2", "olmo2"), (r"olmo", "olmo"),
     (r"glm-?4\.(1v|6v-flash)", "glm4v_text"), (r"glm-?4\.7-flash", "glm4_moe_lite"), (r"glm-?4\.(5|6|7)", "glm4_moe"), (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"), (r"glm-?4", "glm"),
     (r"lfm2.*a\d+b", "lfm2_moe"), (r"lfm2", "lfm2"), (r"dbrx", "dbrx"), (r"jamba", "jamba"), (r"mamba", "mamba2"), (r"command-?r7b|command-?a", "cohere2"), (r"command|cohere|aya", "cohere"),
     (r"seed-?oss", "seed_oss"), (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
+    (r"ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
     (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
 )  # fmt: skip
 # Of vision-language models, the model_type of the whole.
 VISION_FAMILIES = (
     (r"qwen-?3[-_]?vl.*a\d+b", "qwen3_vl_moe"), (r"qwen-?3[-_]?vl", "qwen3_vl"), (r"qwen-?2\.5[-_]?vl", "qwen2_5_vl"),
-    (r"qwen-?2[-_]?vl", "qwen2_vl"), (r"qwen-?3\.5.*a\d+b", "qwen3_5_moe"), (r"qwen-?3\.5", "qwen3_5"), (r"internvl", "internvl"),
+    (r"qwen-?2[-_]?vl", "qwen2_vl"), (r"qwen-?3\.\d.*a\d+b", "qwen3_5_moe"), (r"qwen-?3\.\d", "qwen3_5"), (r"internvl", "internvl"),
     (r"gemma-?3n", "gemma3n"), (r"gemma-?3-(4|12|27)b", "gemma3"), (r"gemma-?4", "gemma4"), (r"glm-4\.6v", "glm46v"), (r"glm-4\.\dv", "glm4v"),
     (r"smolvlm", "smolvlm"), (r"llama-?3\.2.*vision", "mllama"), (r"llama-?4", "llama4"), (r"pixtral|llava", "llava"),
-    (r"mistral-small-(3\.[12]|4)", "mistral3"), (r"moss-vl", "moss_vl"),
+    (r"mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|mistral-medium-3\.5", "mistral3"), (r"moss-vl", "moss_vl"),
 )  # fmt: skip
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 MULTIMODAL_MODEL = re.compile(
@@ -58,7 +59,7 @@ MIXTURE = re.compile(
     r"mixtral|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|dots\.?1"
 )
 # Those whose padded rows train are not among them: Falcon-H1, Bamba, LFM2, Mamba-2.
-HYBRID_MODEL = re.compile(r"nemotron-?h|jamba|falcon-?mamba|nemotron-flash|granite-4\.0-h|rwkv|zamba|qwen3\.5")
+HYBRID_MODEL = re.compile(r"nemotron-?h|jamba|falcon-?mamba|nemotron-flash|granite-4\.0-h|rwkv|zamba|qwen3\.\d")
 DEQUANTIZED = re.compile(r"(gpt[-_]oss|deepseek[-_]?(v3|r1)).*(bf16|dequantized)")
 QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!bnb)[-_][48]-?bit|prequantized")
 BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
@@ -68,6 +69,9 @@ IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("processor_type", "is_multimodal"),
     "LLaMA-Factory": ("image_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
 }  # fmt: skip
+NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
+BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")  # Automodel's own classes with an auxiliary loss
+AUXILIARY = "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds it here"
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
 MOE_KEYS = (
     "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
@@ -93,6 +97,15 @@ def guess_vision_family(name: str) -> str | None:
     lower = name.lower()
     named = next((family for pattern, family in VISION_FAMILIES if re.search(pattern, lower)), None)
     return named or guess_family(name)
+
+
+def is_mixture(name: str) -> bool:
+    """Whether a model's name says that it is a mixture of experts.
+
+    >>> is_mixture("mistralai/Mixtral-8x7B-v0.1"), is_mixture("google/gemma-4-31B")
+    (True, False)
+    """
+    return any(pattern.search(name.lower()) for pattern in (MIXTURE, MOE_MODEL))
 
 
 def dequantizes(theirs: Mapping[str, Any], name: str) -> bool:
@@ -121,9 +134,8 @@ def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
     name = name_model(theirs)
     lower = name.lower()
     is_dequantized = DEQUANTIZED.search(lower) or dequantizes(theirs, lower)
-    is_mixture = MIXTURE.search(lower) or MOE_MODEL.search(lower)
     asks = any(theirs.get(key) for key in FEW_BITS) and not has_fused_experts(guess_family(name) or "")
-    if is_mixture and (asks or QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)):
+    if is_mixture(name) and (asks or QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)):
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in (
         (AUDIO_MODEL, "audio"),
@@ -135,6 +147,20 @@ def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
         takes_images = pattern in (MULTIMODAL_MODEL, HYBRID_MODEL) and guess_vision_family(lower) in IMAGE_FAMILIES
         if pattern.search(lower) and not takes_images and not (pattern is MOE_MODEL and is_dequantized):
             yield name, cause, True
+
+
+def report_classes(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """What Automodel's own classes of models do otherwise, and the layers to which its file gives no adapters."""
+    if found.tool != "Automodel":
+        return
+    name = name_model(theirs)
+    if BALANCED.search(name.lower()) and not read_section(theirs, "model").get("force_hf"):
+        found.add_difference("model", name, AUXILIARY)
+    excluded = convert_names(read_section(theirs, "peft").get("exclude_modules")) or []
+    unadaptable = find_family(guess_family(name) or "").unadaptable
+    left = [each for each in excluded if not NOT_OF_TEXT.search(each) and each.split(".")[-1] not in unadaptable]
+    if left:
+        found.add_difference("peft.exclude_modules", left, "they get adapters here", "LoRA without some layers")
 
 
 def find_images(tool: Tool, theirs: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -249,14 +249,14 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         "online RL": ("orchestration", "reward_functions", "reward_model", "ppo_epochs", "num_output_samples"),
         "early exit": ("early_exit_loss", "layer_dropout"),
     },
-    "Automodel": {"diffusion": ("dllm",)},
+    "Automodel": {"diffusion": ("dllm", "flow_matching")},
 }
 AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
 AUTOMODEL_RECIPES = (AUTOMODEL_RECIPE, "FinetuneRecipeForVLM")
 # Parts of the names of Automodel's recipes, and of its models' classes.
 AUTOMODEL_CAUSES = {
     "Benchmark": "a benchmark", "KnowledgeDistillation": "distillation", "Diffusion": "diffusion",
-    "Encoder": "retrieval", "SequenceClassification": "classification", "Omni": "audio",
+    "Encoder": "retrieval", "Embedding": "retrieval", "SequenceClassification": "classification", "Omni": "audio",
     "Eagle": "speculative decoding", "Pretrain": "pretraining",
 }  # fmt: skip
 AUTOMODEL_MODELS = {
@@ -408,7 +408,7 @@ def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
 def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
     recipe, model = theirs.get("recipe"), read_section(theirs, "model")
     name = str(recipe.get("_target_") if isinstance(recipe, dict) else recipe or AUTOMODEL_RECIPE).rsplit(".", 1)[-1]
-    if name not in AUTOMODEL_RECIPES and find_distillation(theirs) is None:
+    if name not in AUTOMODEL_RECIPES and ("Embedding" in name or find_distillation(theirs) is None):
         cause = next((cause for part, cause in AUTOMODEL_CAUSES.items() if part in name), name)
         yield f"recipe: {name}", cause, cause != "a benchmark"
     if "teacher_model" in theirs and find_distillation(theirs) is None:

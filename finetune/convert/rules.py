@@ -213,14 +213,20 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
             recipe["min_lr_ratio"] = round(min(1.0, min_lr / recipe["learning_rate"]), 9)
     if read_section(theirs, "dataloader").get("shuffle") is False:
         found.add_difference("dataloader.shuffle", False, IN_ORDER)
-    size = read_section(theirs, "packed_sequence").get("packed_sequence_size") or 0
-    length = read_section(theirs, "dataset").get("seq_length")
-    if size or length:
-        recipe |= {"packing": True, "max_length": size} if size else {"max_length": length}
+    packed, dataset = read_section(theirs, "packed_sequence"), read_section(theirs, "dataset")
+    size, is_cut = packed.get("packed_sequence_size") or 0, dataset.get("truncation") not in NOT_CUT
+    length = dataset.get("seq_length") if is_cut else None  # else it is the length of padding
+    if size:
+        overlength = "drop" if packed.get("drop_long_samples", True) else "error"
+        recipe |= {"packing": True, "max_length": size, "overlength": overlength}
+    elif length:
+        recipe["max_length"] = length
     if size and length and length < size:
         found.add_difference(
             "dataset.seq_length", length, "a row is cut to it before it is packed there, to max_length here"
         )
+    if any("bfloat16" in str(optimizer.get(key)) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")):
+        recipe["optim"] = "adamw_bf16_moments"
     if "max_steps" in recipe and "num_train_epochs" not in recipe:
         recipe["num_train_epochs"] = 1.0  # max_steps decides
     if theirs.get("wandb") and read_section(theirs, "wandb").get("enable", True):
@@ -232,6 +238,7 @@ IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
 )
 DIONS_MUON = "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov momentum"
+NOT_CUT = (None, False, "do_not_truncate")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 SCHEDULES = {
     "cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant", "wsd": "warmup_stable_decay",

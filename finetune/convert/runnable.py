@@ -36,10 +36,12 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "down_proj": ("dense_4h_to_h", "fc2", "fc_out", "c_proj"),
 }
 # In transformers' source, but not in the published models, whose queries come out of a latent.
+RENAMED = {"mixtral": ("block_sparse_moe", "mlp")}  # modules, by transformers 5
 ABSENT: Mapping[str, tuple[str, ...]] = {"glm4_moe_lite": ("q_proj",)}
 MOST_CHANGES = 12
 SAME_LOSS = ("attn_implementation", "torch_compile", "use_liger_kernel", "expert_parallel_size", "activation_offload",
              "activation_checkpointing_keeps", "async_save", "optim_in_backward")  # fmt: skip
+NO_CONV1D = "the family's layers are transformers' Conv1D, which get no adapters here"
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
 
 
@@ -63,6 +65,9 @@ def make_runnable(found: Conversion) -> None:
         if facts.family.has_state and found.recipe.get("packing", True):  # which no attention makes right
             found.recipe.pop("attn_implementation", None)
         _rename_targets(found, facts)
+        if patterns := found.recipe.get("trainable_modules"):
+            old, new = RENAMED.get(facts.model_type, ("", ""))
+            found.recipe["trainable_modules"] = [str(pattern).replace(old, new) for pattern in patterns]
     for _ in range(MOST_CHANGES):
         problems = judge(found, facts)
         known = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
@@ -160,6 +165,8 @@ def _rename_targets(found: Conversion, facts: ModelFacts) -> None:
             f"lora_target_modules: {left_out[-1]} of {facts.model_type} gets no adapter here: peft has none for it"
         )
         return
+    if targets and not layers and read_family_source(facts.model_type):
+        found.add_difference("lora_target_modules", targets, NO_CONV1D, "LoRA on transformers' Conv1D layers")
     if not isinstance(targets, list) or not layers:
         return
     missing = [name for name in targets if name.rpartition(".")[2] not in layers]

@@ -135,7 +135,11 @@ AUTOMODEL = (
     *in_accelerate_file(LAYOUT, "distributed.cpu_offload"),
     *in_accelerate_file(FP8, "fp8.enabled", "fp8.recipe_name", "fp8.enable_fsdp_float8_all_gather"),
     *unsupported("multi-token prediction", "model.num_nextn_predict_layers"),
-    *unsupported("LoRA without some layers", "peft.exclude_modules"),
+    *without_counterpart("all packed rows are trained on", "packed_sequence.max_packs"),
+    *without_counterpart("the tokenizer's own files say which tokens begin and end a text", "tokenizer.add_bos_token", "tokenizer.add_eos_token"),
+    *without_counterpart("adapters of experts have the rank of the others", "peft.moe_rank_scaling"),
+    Counterpart("model.router_aux_loss_coef", "router_aux_loss_coef"),
+    Counterpart("peft.exclude_modules", "lora_target_modules", "the layers that get adapters are named", "by-code"),
     *ignored("the recipe is fine-tuning", "recipe"),
     *(Counterpart(f"freeze_config.freeze_{part}", "trainable_modules", TOWER, "by-code")
       for part in ("vision_tower", "audio_tower", "language_model", "embeddings")),

@@ -42,7 +42,8 @@ HERE: dict[str, Any] = {
 TURNS = {
     r"qwen|smollm|hermes|lfm2": ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
     r"llama-?3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"),
-    r"gemma": ("<start_of_turn>", "<end_of_turn>"),
+    r"gemma-?4": ("<|turn>", "<turn|>"),
+    r"gemma-?[^4]": ("<start_of_turn>", "<end_of_turn>"),
     r"phi-?[34]": ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
 }
 MIXTURE = {
@@ -76,6 +77,7 @@ SMALL: dict[str, dict[str, Any]] = {  # sizes of families that others of their o
         "layer_types": ["conv", "full_attention"],
         "num_dense_layers": 1,
     },
+    "granitemoehybrid": MIXTURE | {"mamba_n_heads": 6, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
 }
@@ -125,12 +127,16 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     recipe.pop("tokenizer_name_or_path", None)
     if recipe.get("teacher_model_name_or_path"):
         recipe["teacher_model_name_or_path"] = recipe["model_name_or_path"]
-    if str(recipe.get("attn_implementation")).startswith("flash"):
+    if str(recipe.get("attn_implementation")).startswith("fl"):
         recipe["attn_implementation"] = "auto" if recipe.get("packing", True) else "sdpa"
     if recipe.get("adapter_name_or_path"):
         del recipe["adapter_name_or_path"]
     if recipe.get("optim_in_backward"):
         recipe["global_batch_size"] = 1
+    if "trainable_modules" in recipe:  # a layer that the small model has
+        recipe["trainable_modules"] = [
+            re.sub(r"layers\.[^.]+", "layers.1", name) for name in recipe["trainable_modules"]
+        ]
     if "eval_split_size" in recipe:
         recipe["eval_split_size"] = 2
     rows = METHODS[recipe.get("method", "sft")].rows
@@ -207,6 +213,8 @@ def make_row(entry: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]
             column("chosen"): better,
             column("rejected"): worse,
         }
+    if kind == "ratings" and is_text:
+        return {column("prompt"): question, column("completion"): answer, column("label"): number % 2 == 0}
     if kind == "ratings":
         return {column("prompt"): chat[:1], column("completion"): chat[1:], column("label"): number % 2 == 0}
     match entry.get("type"):

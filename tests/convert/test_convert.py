@@ -18,6 +18,7 @@ from finetune.convert.chat_templates import TEMPLATES
 from finetune.convert.cli import EXIT_TO_DO
 from finetune.convert.conversion import convert_file
 from finetune.convert.dataset_keys import coming_from_page
+from finetune.convert.model_names import guess_family
 from finetune.convert.tool_keys import TOOLS
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError
@@ -1058,7 +1059,7 @@ def test_losses_of_tokens_have_a_key(converted: Convert) -> None:
 
 def test_a_row_that_is_cut_before_it_is_packed_is_listed(converted: Convert) -> None:
     """Muse Glimmer's file packs rows of at most 1024 tokens into 16384."""
-    packed = AUTOMODEL.replace("split: train}", "split: train, seq_length: 1024}")
+    packed = AUTOMODEL.replace("split: train}", "split: train, seq_length: 1024, truncation: true}")
     ours, said, _ = converted(packed + "packed_sequence: {packed_sequence_size: 16384}\n")
     assert (ours["packing"], ours["max_length"]) == (True, 16384) and "dataset.seq_length: 1024" in said
 
@@ -1084,3 +1085,88 @@ def test_a_mixture_that_is_dequantized_there_is_named_in_bf16_here(converted: Co
     assert "attn_implementation" not in converted(sinks)[0]  # transformers' gpt_oss: _supports_sdpa = False
     ours, said, _ = converted(theirs.replace("openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"))
     assert ours["model_name_or_path"] == "unsloth/gpt-oss-20b-BF16" and "MXFP4" not in said
+
+
+def test_automodels_lengths(converted: Convert) -> None:
+    """Rows longer than a pack are dropped (drop_long_samples: true is its default); seq_length cuts where truncation asks for it."""
+    packed = AUTOMODEL + "packed_sequence: {packed_sequence_size: 4096, max_packs: 104}\n"
+    ours, said, _ = converted(packed)
+    assert (ours["max_length"], ours["packing"], ours["overlength"]) == (4096, True, "drop")
+    assert "packed_sequence.max_packs: 104   (all packed rows are trained on)" in said
+    ours, _, _ = converted(packed.replace("max_packs: 104", "drop_long_samples: false"))
+    assert ours["overlength"] == "error"
+    long = AUTOMODEL.replace("split: train}", "split: train, seq_length: 1024}")
+    ours, said, _ = converted(long)
+    assert (ours["max_length"], ours["overlength"]) == (8192, "error") and "no limit of length there" in said
+    for asked in ("true", "longest_first"):
+        ours, said, _ = converted(long.replace("seq_length: 1024", f"seq_length: 1024, truncation: {asked}"))
+        assert ours["max_length"] == 1024 and "overlength" not in ours
+
+
+def test_what_automodels_own_classes_do_is_said(converted: Convert) -> None:
+    mixture = AUTOMODEL.replace("org/model", "Qwen/Qwen3-30B-A3B")
+    _, said, _ = converted(mixture)
+    assert "the routers' auxiliary loss of the model's config is added there" in said
+    _, said, _ = converted(mixture.replace("A3B}", "A3B, force_hf: true}"))
+    assert "auxiliary loss" not in said
+    ours, _, _ = converted(mixture.replace("A3B}", "A3B, router_aux_loss_coef: 1.0e-05}"))
+    assert ours["router_aux_loss_coef"] == 1e-5
+    without = AUTOMODEL.replace("dim: 8", 'dim: 8, exclude_modules: ["*vision_tower*", "*.out_proj"]')
+    assert "LoRA without some layers" in converted(without)[1] or "they get adapters here" in converted(without)[1]
+    _, said, _ = converted(without.replace("org/model", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"))
+    assert "they get adapters here" not in said
+    _, said, _ = converted(AUTOMODEL + "tokenizer: {add_bos_token: true, pretrained_model_name_or_path: org/model}\n")
+    assert "tokenizer.add_bos_token: true   (the tokenizer's own files say" in said
+
+
+def test_a_constant_rate_has_no_minimum(converted: Convert) -> None:
+    ours, _, _ = converted(AUTOMODEL + "lr_scheduler: {lr_decay_style: constant, lr_warmup_steps: 5, min_lr: 1.0e-6}\n")
+    assert ours["lr_scheduler_type"] == "constant" and "min_lr_ratio" not in ours
+
+
+def test_a_file_of_automodels_without_checkpoints_at_epochs(converted: Convert) -> None:
+    epochs = AUTOMODEL.replace("max_steps: 5", "num_epochs: 3")
+    assert converted(epochs)[0]["save_strategy"] == "epoch"
+    assert (
+        "save_strategy"
+        not in converted(epochs.replace("epochs: 3", "epochs: 3, save_checkpoint_every_epoch: false"))[0]
+    )
+
+
+def test_moments_in_fewer_bits(converted: Convert) -> None:
+    ours, said, _ = converted(AXOLOTL.replace("optimizer: adamw_torch_fused", "optimizer: adamw_torch_4bit"))
+    assert ours["optim"] == "adamw_8bit" and "moments in 4 bits there, in 8 bits here" in said
+    adam = "optimizer: {_target_: transformer_engine.pytorch.optimizers.fused_adam.FusedAdam, exp_avg_dtype: torch.bfloat16, lr: 1.0e-4}"
+    ours, _, _ = converted(AUTOMODEL.replace("optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-4}", adam))
+    assert ours["optim"] == "adamw_bf16_moments"
+
+
+@pytest.mark.parametrize("name", ["GaLore", "APOLLO", "BAdam"])
+def test_an_optimizer_without_a_kept_library_is_refused_by_name(converted: Convert, name: str) -> None:
+    _, said, _ = converted(LLAMA_FACTORY + f"use_{name.lower()}: true\n{name.lower()}_rank: 8\n")
+    assert f"use_{name.lower()}: true" in said and f"({name}: not supported)" in said
+
+
+def test_the_turns_of_mistral_common(converted: Convert) -> None:
+    theirs = AXOLOTL + "tokenizer_use_mistral_common: true\n"
+    ours, _, _ = converted(theirs.replace("NousResearch/Meta-Llama-3.1-8B", "mistralai/Ministral-3-3B-Reasoning-2512"))
+    assert ours["chat_template"] == "mistral-v13-tekken"
+    _, said, _ = converted(theirs)
+    assert "tokenizer_use_mistral_common: true   (the tokenizer's own template is used)" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("Qwen/Qwen3.6-27B", "qwen3_5_text"),  # transformers loads both generations as qwen3_5
+        ("Qwen/Qwen3-8B", "qwen3"),
+        ("HuggingFaceTB/SmolLM-360M", "llama"),
+        ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3"),
+        ("google/gemma-4-31B", "gemma4_text"),
+        ("ibm-granite/granite-4.0-tiny-preview", "granitemoehybrid"),
+        ("mistralai/Devstral-2-123B-Instruct-2512", "ministral3"),
+        ("mistralai/Ministral-8B-Instruct-2410", "mistral"),
+    ],
+)
+def test_the_family_that_a_models_name_says(name: str, family: str) -> None:
+    assert guess_family(name) == family

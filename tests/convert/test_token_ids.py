@@ -27,9 +27,10 @@ from finetune.data.render import render_turns
 from finetune.data.template import make_renderer
 from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import make_encoder, read_template
+from tests.convert import tool_rendering
 from tests.ranks import ROOT
 
-PACKAGES = ("torchtune==0.6.1", "torchao==0.11.0", "llamafactory==0.9.5")
+PACKAGES = ("torchtune==0.6.1", "torchao==0.11.0", "llamafactory==0.9.5", "nemo-automodel==0.7.0")
 TOKENS = [
     *("<|im_start|>", "<|im_sep|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "<|header_start|>", "<|header_end|>"),
     *("<|eot|>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "[INST]"),
@@ -62,6 +63,21 @@ TURNS = [
     ("user", "Who are you?"),
     ("assistant", "A model\nthat counts"),
 ]
+SQUAD = {
+    "context": "Numbers.",
+    "question": "What is two and two?",
+    "answers": {"text": [" Four. "], "answer_start": [0]},
+}
+HELLASWAG = {"ctx": "A man sits down", "endings": ["on a roof.", "on a chair."], "label": "1"}
+CHAT = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
+# Automodel's data classes; +turns: with a tokenizer that has a chat template.
+AUTOMODELS: dict[str, list[dict[str, Any]]] = {
+    "make_squad_dataset": [SQUAD] * 2,
+    "make_squad_dataset+turns": [SQUAD] * 2,
+    "HellaSwag": [HELLASWAG] * 2,
+    "HellaSwag+turns": [HELLASWAG] * 2,
+    "ChatDataset+turns": [CHAT] * 2,
+}
 Rendered = dict[str, dict[str, list[tuple[list[int], list[bool]]]]]
 pytestmark = pytest.mark.slow
 
@@ -97,7 +113,7 @@ def vocabulary(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 def theirs(vocabulary: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     """What each tool writes, by name: ids, and which of them it trains on."""
     folder = Path(os.environ.get("TEMPLATE_TOOLS") or tmp_path_factory.mktemp("tools"))
-    if not (folder / "torchtune").is_dir():
+    if not (folder / "nemo_automodel").is_dir():
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *PACKAGES]
         installed = subprocess.run(command, capture_output=True, text=True)
         if installed.returncode:
@@ -106,6 +122,10 @@ def theirs(vocabulary: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         {"tool": tool, "name": name, "tokenizer": str(vocabulary(name)), "conversations": conversations(name)}
         for tool, names in NAMES.items()
         for name in names
+    ]
+    cases += [
+        {"tool": "Automodel", "name": name, "tokenizer": str(vocabulary(name)), "conversations": [rows]}
+        for name, rows in AUTOMODELS.items()
     ]
     script, environment = Path(__file__).with_name("tool_rendering.py"), os.environ | {"DISABLE_VERSION_CHECK": "1"}
     finished = subprocess.run(
@@ -177,6 +197,46 @@ def test_a_template_writes_the_tools_own_ids_or_convert_says_what_differs(
     assert says_header == ("<|start_header_id|>" in more or "<|im_start|>" in more)
     assert says_break == (more == {"\n"})
     assert says_header or says_break or not more
+
+
+@pytest.mark.parametrize("name", AUTOMODELS)
+def test_a_data_class_of_automodels_writes_its_ids_and_convert_says_what_is_trained_otherwise(
+    theirs: Rendered, vocabulary: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    kind, _, turns = name.partition("+")
+    path = {"make_squad_dataset": "dataset_name", "HellaSwag": "path_or_dataset"}.get(kind, "path_or_dataset_id")
+    dataset = {"_target_": f"nemo_automodel.components.datasets.llm.{kind}", path: "org/rows", "split": "train"}
+    model = {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"}
+    model |= {"pretrained_model_name_or_path": "org/model"}
+    optimizer = {"_target_": "torch.optim.Adam", "lr": 1e-5}
+    (tmp_path / "theirs.yaml").write_text(
+        yaml.safe_dump({"model": model, "dataset": dataset, "optimizer": optimizer, "step_scheduler": {}})
+    )
+    found = convert_file(tmp_path / "theirs.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(vocabulary(name))
+    tokenizer.chat_template = tool_rendering.TURNS if turns else None
+    (entry,) = found.recipe["datasets"]
+    document = parse_row(AUTOMODELS[name][0], DatasetSource(**{**entry, "path": "rows.jsonl"})).document
+    assert document is not None
+    texts = render_turns(document, make_renderer(tokenizer, True))
+    tokens = tokenize(texts, [(0, 0)] * len(texts), make_encoder(tokenizer))
+    ours, ours_trained = tokens.input_ids.tolist(), [False, *(tokens.labels[:-1] != IGNORE_INDEX).tolist()]
+    ((ids, trained),) = theirs["Automodel"][name]
+    said, both = " ".join(found.remarks), min(len(ids), len(ours))
+    assert ("under a chat template the header of an answer is trained too there" in said) == (kind != "HellaSwag")
+    assert ("the end-of-text token is trained after each answer here" in said) == (kind != "ChatDataset")
+    if name == "make_squad_dataset":  # prompt and answer are one text there: the space goes to the answer's first token
+        assert tokenizer.decode(ids) == tokenizer.decode(ours).removesuffix(tokenizer.eos_token)
+        assert "the space before an answer is no part of its first token" in said
+        answers = [tokenizer.decode([i for i, t in zip(*each, strict=True) if t])
+                   for each in ((ids, trained), (ours, ours_trained))]  # fmt: skip
+        assert answers == [" Four.", f"Four.{tokenizer.eos_token}"]
+        return
+    assert ids[:both] == ours[:both] and not any(trained[both:])
+    assert not any(here and not there for there, here in zip(trained, ours_trained, strict=False))
+    more = tokenizer.decode([ids[i] for i in range(both) if trained[i] and not ours_trained[i]])
+    assert more.startswith("<|im_start|>assistant") == bool(turns and kind != "HellaSwag")
+    assert any(ours_trained[both:]) == (kind == "HellaSwag")  # an end-of-text token
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,31 @@ def by_llama_factory(name: str, tokenizer: Any, conversation: Sequence[dict[str,
     return ids, [label != IGNORED for label in labels]
 
 
-TOOLS = {"torchtune": by_torchtune, "LLaMA-Factory": by_llama_factory}
+def by_automodel(name: str, tokenizer: Any, rows: Sequence[dict[str, Any]], folder: Path) -> Any:
+    """The first row by the data class of that name; a name that ends in +turns has a chat template."""
+    from nemo_automodel.components.datasets.llm import ChatDataset, make_squad_dataset
+    from nemo_automodel.components.datasets.llm.hellaswag import HellaSwag
+
+    kind, _, turns = name.partition("+")
+    tokenizer.chat_template = TURNS if turns else None
+    place = folder / f"{kind}-{len(list(folder.iterdir()))}"
+    place.mkdir()
+    (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = {"make_squad_dataset": make_squad_dataset, "HellaSwag": HellaSwag, "ChatDataset": ChatDataset}[kind]
+    paths = {"make_squad_dataset": "dataset_name", "HellaSwag": "path_or_dataset"}
+    path = str(place / "train.jsonl") if kind == "ChatDataset" else str(place)
+    row = made(**{paths.get(kind, "path_or_dataset_id"): path}, tokenizer=tokenizer, split="train")[0]
+    ids = [token for token, attended in zip(row["input_ids"], row["attention_mask"], strict=True) if attended]
+    labels = row["labels"][: len(ids)]  # what follows each token
+    ids += labels[-1:] if labels[-1] != IGNORED else []
+    return ids, [False, *(label != IGNORED for label in labels)][: len(ids)]
+
+
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = {"torchtune": by_torchtune, "LLaMA-Factory": by_llama_factory, "Automodel": by_automodel}
 
 
 def main() -> None:
