@@ -9,6 +9,7 @@ from finetune.convert.dataset_keys import (
     Sources,
     TheirEntry,
     compares_answers,
+    find_from_root,
     list_entries,
     make_sources,
     read_each,
@@ -148,7 +149,8 @@ def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversi
             found.remarks.append(f"{entry.where}: under a chat template the header of an answer is trained too there")
         template = entry.take("chat_template")
         if template:
-            found.recipe["chat_template"] = template
+            is_file = str(template).endswith(".jinja") and find_from_root(source, str(template))
+            found.recipe["chat_template"] = str(is_file or template)
         paths = path if isinstance(path, list) else [path]
         limit = next((limit for limit in limits if limit), None)
         return [take_first_rows(read, limit) for read in make_sources(paths, **keys)]

@@ -272,6 +272,8 @@ def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None
     found.remarks += layout.remarks()
     if layout.pure_bf16 and not found.recipe.get("use_peft"):
         found.recipe.setdefault("dtype", "bfloat16")
+    elif layout.pure_bf16 and found.tool == "torchtune":
+        found.remarks.append("dtype: bf16   (of the adapters and their moments too there; both are in fp32 here)")
     elif layout.keeps_fp32 and not found.recipe.get("use_peft") and found.recipe.pop("dtype", None) == "bfloat16":
         found.remarks.append(f"dtype: bfloat16   ({MASTER_WEIGHTS})")
     if found.recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):

@@ -239,6 +239,15 @@ def compares_answers(found: Conversion) -> bool:
     return METHODS[found.recipe.get("method", "sft")].rows != "answers"
 
 
+ROOT_DEPTH = 7  # folders
+
+
+def find_from_root(source: Path, name: str | Path) -> Path | None:
+    """A file that the tool's file `source` names: its own files name theirs from its root, some folders above them."""
+    folders = (source.parent, *source.resolve().parents[1:ROOT_DEPTH], Path())
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
 def coming_from_page() -> str:
     """docs/coming-from.md, from the tables."""
     lines = [

@@ -12,6 +12,7 @@ from finetune.convert.dataset_keys import (
     Sources,
     TheirEntry,
     compares_answers,
+    find_from_root,
     list_entries,
     make_sources,
     read_each,
@@ -91,7 +92,6 @@ FORMATS = {
     "openai": "messages",
 }  # fmt: skip
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
-ROOT_DEPTH = 4
 PROMPT_ALONE = (
     "has no effect on this entry: of a prompt with its completion the completion alone is trained on; "
     "type: messages makes a conversation of the two"
@@ -231,10 +231,8 @@ def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
 
 
 def _factory_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    # Its own files are started in its root, some folders above them.
     listed = Path(str(theirs.get("dataset_dir", "data"))) / "dataset_info.json"
-    folders = (source.parent, *source.resolve().parents[1:ROOT_DEPTH], Path())
-    info_path = next((folder / listed for folder in folders if (folder / listed).is_file()), source.parent / listed)
+    info_path = find_from_root(source, listed) or source.parent / listed
     info = load_json(info_path, "fix it, or name another dataset_dir") if info_path.is_file() else {}
     method = found.recipe.get("method", "sft")
 

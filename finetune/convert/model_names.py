@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config.families import IMAGE_FAMILIES, find_family, has_fused_experts
+from finetune.config.families import IMAGE_FAMILIES, find_family, find_linear_layers, has_fused_experts
 from finetune.config.quantization import LOAD_KEYS
 from finetune.convert.rules import Conversion, convert_names, read_section
-from finetune.convert.tool_keys import Tool
+from finetune.convert.tool_keys import ADAPTED_HEAD, Tool
 from finetune.files.run_json import read_json_object
 
 Found = tuple[str, str, bool]  # what was found in a file, the capability that it asks for, whether the file trains
@@ -153,14 +153,27 @@ def report_classes(theirs: Mapping[str, Any], found: Conversion) -> None:
     """What Automodel's own classes of models do otherwise, and the layers to which its file gives no adapters."""
     if found.tool != "Automodel":
         return
-    name = name_model(theirs)
+    name, peft = name_model(theirs), read_section(theirs, "peft")
     if BALANCED.search(name.lower()) and not read_section(theirs, "model").get("force_hf"):
         found.add_difference("model", name, AUXILIARY)
-    excluded = convert_names(read_section(theirs, "peft").get("exclude_modules")) or []
+    if not peft:
+        return
+    found.remarks.append("peft: adapters have the base's dtype and another start there, fp32 and peft's start here")
+    excluded, targets = convert_names(peft.get("exclude_modules")) or [], peft.get("target_modules")
     unadaptable = find_family(guess_family(name) or "").unadaptable
     left = [each for each in excluded if not NOT_OF_TEXT.search(each) and each.split(".")[-1] not in unadaptable]
     if left:
         found.add_difference("peft.exclude_modules", left, "they get adapters here", "LoRA without some layers")
+    is_all = peft.get("match_all_linear") or targets in (["*"], "*") or excluded
+    if is_all and not any("head" in each for each in excluded):
+        key = next(key for key in ("match_all_linear", "target_modules", "exclude_modules") if peft.get(key))
+        found.add_difference(f"peft.{key}", peft[key], "the head gets an adapter too there", ADAPTED_HEAD)
+    layers = find_linear_layers(guess_family(name) or "")
+    if is_all:
+        found.recipe["lora_target_modules"] = "all-linear"
+    elif not targets or "*_proj" in str(targets):  # the default, too
+        projections = sorted(layer for layer in layers if layer.endswith("_proj"))
+        found.recipe["lora_target_modules"] = projections if len(projections) < len(layers) else "all-linear"
 
 
 def find_images(tool: Tool, theirs: Mapping[str, Any]) -> tuple[str, str | None]:

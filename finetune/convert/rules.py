@@ -226,7 +226,7 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
             "dataset.seq_length", length, "a row is cut to it before it is packed there, to max_length here"
         )
     if any("bfloat16" in str(optimizer.get(key)) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")):
-        recipe["optim"] = "adamw_bf16_moments"
+        recipe["optim"] = next(name for name, row in OPTIMIZERS.items() if row.moment_itemsize)
     if "max_steps" in recipe and "num_train_epochs" not in recipe:
         recipe["num_train_epochs"] = 1.0  # max_steps decides
     if theirs.get("wandb") and read_section(theirs, "wandb").get("enable", True):

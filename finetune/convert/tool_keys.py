@@ -35,6 +35,7 @@ TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 OWN_FOLDER = "output_dir is the run's folder, for everything"
 NF4_OF_TORCHAO = "NF4 by torchao there and by bitsandbytes here: the same codes, scales rounded differently"
 NO_STAGES = "no pipeline stages here: the layers are sharded over the ranks instead, and the loss is the same"
+ADAPTED_HEAD = "LoRA on the head"
 LAYOUT = "sharding, mixed_precision and activation checkpointing belong in the Accelerate file"
 
 TORCHTUNE = (
@@ -66,7 +67,7 @@ TORCHTUNE = (
     Counterpart("teacher_checkpointer", "teacher_model_name_or_path", "as checkpointer", "by-code"),
     Counterpart("kd_loss", "distill_beta", "forward KL is 0, reverse KL is 1", "by-code"),
     Counterpart("kd_ratio", "distill_alpha", "the share of the divergence", "by-code"),
-    *unsupported("LoRA on the head", "model.apply_lora_to_output"),
+    *unsupported(ADAPTED_HEAD, "model.apply_lora_to_output"),
     *in_accelerate_file(MESH_SIZES, "tensor_parallel_dim", "context_parallel_dim"),
     *in_accelerate_file(LAYOUT, "fsdp.cpu_offload"),
     *unsupported("early exit", "early_exit_loss", "layer_dropout"),

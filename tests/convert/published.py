@@ -163,7 +163,9 @@ def make_tiny(name: str, into: Path, images: str | None = None) -> Path:
     folder = into / "models" / f"{family}{len(turns)}"
     if not folder.exists():
         tokenizer.add_special_tokens({"additional_special_tokens": turns})
-        sizes = {"vocab_size": len(tokenizer), "initializer_range": 0.02} | SMALL.get(family, {})
+        sizes = {"vocab_size": len(tokenizer), "initializer_range": 0.02}
+        sizes |= {"vocab_size_per_layer_input": len(tokenizer)} if family == "gemma4_text" else {}
+        sizes |= SMALL.get(family, {})
         build(family, **sizes).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder

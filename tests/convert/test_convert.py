@@ -1119,6 +1119,43 @@ def test_what_automodels_own_classes_do_is_said(converted: Convert) -> None:
     assert "tokenizer.add_bos_token: true   (the tokenizer's own files say" in said
 
 
+@pytest.mark.parametrize(
+    ("given", "model", "targets", "has_head"),
+    [
+        ("match_all_linear: true", "org/model", "all-linear", True),  # the whole model's linear layers
+        ("target_modules: ['*']", "meta-llama/Llama-3.1-8B", "all-linear", True),
+        ("target_modules: '*_proj'", "meta-llama/Llama-3.1-8B", "all-linear", False),
+        (
+            "target_modules: '*_proj'",
+            "microsoft/phi-2",
+            ["k_proj", "q_proj", "v_proj"],
+            False,
+        ),  # not dense, fc1 and fc2
+        ("dropout: 0.0", "microsoft/phi-2", ["k_proj", "q_proj", "v_proj"], False),  # the default
+        ("target_modules: [q_proj]", "microsoft/phi-2", ["q_proj"], False),
+    ],
+)
+def test_the_layers_that_automodel_adapts(
+    converted: Convert, given: str, model: str, targets: object, has_head: bool
+) -> None:
+    """Source: its ModuleMatcher."""
+    theirs = AUTOMODEL.replace("match_all_linear: true", given).replace("org/model", model)
+    ours, said, _ = converted(theirs)
+    assert ours.get("lora_target_modules", "all-linear") == targets
+    assert ("the head gets an adapter too there" in said) == has_head
+    assert "adapters have the base's dtype" in said
+
+
+def test_a_file_that_automodels_names_from_its_root_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "examples" / "convergence" / "tulu3"
+    folder.mkdir(parents=True)
+    (folder / "chat.jinja").write_text("{{ messages }}")
+    chat = "components.datasets.llm.ChatDataset, path_or_dataset_id: org/rows, chat_template: examples/convergence/tulu3/chat.jinja"
+    theirs = AUTOMODEL.replace("components.datasets.llm.squad.make_squad_dataset, dataset_name: org/squad", chat)
+    (folder / "theirs.yaml").write_text(theirs)
+    assert convert_file(folder / "theirs.yaml").recipe["chat_template"] == str(folder / "chat.jinja")
+
+
 def test_a_constant_rate_has_no_minimum(converted: Convert) -> None:
     ours, _, _ = converted(AUTOMODEL + "lr_scheduler: {lr_decay_style: constant, lr_warmup_steps: 5, min_lr: 1.0e-6}\n")
     assert ours["lr_scheduler_type"] == "constant" and "min_lr_ratio" not in ours
