@@ -54,6 +54,7 @@ ELSEWHERE = {
     "accelerate launch finetune/run.py --config fsdp_full_shard.yaml": "tests/test_quickstart.py",
     "finetune launch --recipe quickstart_dpo": "tests/test_quickstart.py",
     "finetune launch --recipe quickstart_distill": "tests/test_quickstart.py",
+    "finetune launch --recipe quickstart_grpo": "tests/test_quickstart.py",
 }
 
 

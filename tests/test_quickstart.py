@@ -92,3 +92,9 @@ def test_a_model_learns_to_write_numbers_its_export_answers_alike_teaches_a_smal
     assert float(str(held_out["eval_rewards/accuracies"])) >= 0.95
     story = [sample["answer"] for sample in lines(preferred / "samples.jsonl") if not sample["expected"]]
     assert story == ["276", "276"], "a number without a separator keeps its form"
+
+    # And by reward alone it learns to read numbers as they are spoken, at half of which it failed.
+    rewarded, keys = tmp_path / "rewarded", ("--recipe", "quickstart_grpo", f"model_name_or_path={run / 'export'}")
+    assert run_command((*QUICKSTART, *keys, f"output_dir={rewarded}"), timeout=1800).returncode == 0
+    first, last = (float(str(x["eval_reward"])) for x in lines(rewarded / "metrics.jsonl") if "eval_reward" in x)
+    assert first <= 0.65 and last >= 0.85

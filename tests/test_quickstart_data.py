@@ -19,7 +19,7 @@ def answers(file: str) -> list[str]:
 
 
 def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
-    for script in ("make.py", "make_pairs.py"):
+    for script in ("make.py", "make_pairs.py", "make_spoken.py"):
         subprocess.run([sys.executable, str(FOLDER / script), str(tmp_path)], check=True)
     made = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert made == {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix not in (".py", "")}
@@ -41,6 +41,19 @@ def test_pairs_prefer_the_separator_and_hold_out_what_no_recipe_trains_on() -> N
     assert len(asked) == len(held_out) > 80 and all("," in pair["chosen"] for pair in held_out)
     assert not {pair["chosen"].replace(",", "") for pair in held_out} & set(answers("train.jsonl"))
     assert {pair["chosen"] for pair in trained}.isdisjoint(pair["chosen"] for pair in held_out)
+
+
+def test_spoken_numbers_have_no_hyphen_and_are_in_no_other_file() -> None:
+    trained, held_out = (
+        [json.loads(line) for line in (FOLDER / f"spoken_{of}.jsonl").open()] for of in ("train", "heldout")
+    )
+    assert len(trained) == 1000 and len(held_out) == 100
+    assert not any("-" in row["prompt"][0]["content"] for row in (*trained, *held_out))
+    numbers = [{row["answer"] for row in rows} for rows in (trained, held_out)]
+    assert not numbers[0] & numbers[1] and not (numbers[0] | numbers[1]) & {
+        *answers("train.jsonl"),
+        *answers("heldout.jsonl"),
+    }
 
 
 def test_every_row_fits_and_any_text_can_be_written() -> None:

@@ -13,6 +13,7 @@ import xxhash
 
 from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems
 from finetune.config.pretrained_adapter import find_adapter
+from finetune.config.rollouts import SHIPPED_REWARDS
 from finetune.config.schema import Model, Recipe
 from finetune.config.user_code import file_of
 from finetune.constants import CONFIG_FILE
@@ -49,6 +50,7 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "base": (OF_MODEL, f"model_name_or_path: {STARTED}"),
     "adapter": (("adapter_name_or_path",), f"adapter_name_or_path: {STARTED}"),
     "metrics": (("metrics",), "metrics: the same functions are named, but their files have changed"),
+    "rewards": (("rewards",), "rewards: the same functions are named, but their files have changed"),
     "callbacks": (("callbacks",), "callbacks: the same classes are named, but their files have changed"),
     "teacher": (OF_TEACHER, f"{OF_TEACHER[0]}: the same name is given, but its config.json or weights have changed"),
 }
@@ -60,12 +62,16 @@ def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData | None
     For LoRA, and where the base is the reference, every byte of its weights is read, and of a teacher's; those of a
     full model are in its checkpoint.
     """
-    is_base_hashed = recipe.lora.use_peft or recipe.method_facts.needs_reference
-    for model in (recipe.model if is_base_hashed else None, recipe.teacher):
+    for model in (recipe.model if _is_base_read(recipe) else None, recipe.teacher):
         if model is not None and model.model_name_or_path is not None:
             weights_folder(model)  # a hub's are downloaded first, on every node
     found: dict[str, str] = RankGroup(world).on_main(lambda: _read_fingerprints(recipe, tokenizer, data))
     return found
+
+
+def _is_base_read(recipe: Recipe) -> bool:
+    is_reference = recipe.method_facts.needs_reference or (recipe.method_facts.samples and recipe.method.beta > 0)
+    return recipe.lora.use_peft or is_reference
 
 
 def find_changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], changed_keys: list[str]) -> list[str]:
@@ -112,14 +118,16 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
     for key in ("metrics", "callbacks"):
         named = getattr(recipe.run, key)
         found[key] = _hash([hash_file(str(file_of(name))) for name in named]) if named else None
+    files = [str(file_of(name)) for name in recipe.rollout.rewards if name not in SHIPPED_REWARDS]
+    found["rewards"] = _hash(list(map(hash_file, files))) if files else None
     base, teacher = _find_folder(recipe.model), _find_folder(recipe.teacher)
     if base is not None:
         found["config"] = _hash_config(base)
-        if recipe.lora.use_peft or recipe.method_facts.needs_reference:
+        if _is_base_read(recipe):
             found["base"] = hash_base(base)
     if recipe.lora.adapter_name_or_path is not None:
         found["adapter"] = hash_base(find_adapter(recipe.lora.adapter_name_or_path))
-    if teacher is not None:
+    if teacher is not None and recipe.method_facts.needs_teacher:
         found["teacher"] = _hash([_hash_config(teacher), hash_base(teacher)])
     if recipe.lora.adapter_name_or_path is not None:
         _refuse_other_base(find_adapter(recipe.lora.adapter_name_or_path), found.get("base"), recipe)

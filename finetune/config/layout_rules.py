@@ -116,7 +116,7 @@ def is_quantized(case: Case) -> bool:
 
 
 def has_teacher(case: Case) -> bool:
-    return case.recipe.method_facts.needs_teacher
+    return case.recipe.method_facts.needs_teacher or case.recipe.teacher is not None
 
 
 def freezes(case: Case) -> bool:

@@ -44,6 +44,7 @@ class MethodFacts:
         return GROUP_SIZES[self.rows]
 
 
+TEACHER_KEYS = ("teacher_model_name_or_path", "teacher_model_revision", "teacher_load_in_4bit")
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
 LABEL_KEYS = ("label_smoothing", "token_loss", "eaft_alpha")  # of the cross entropy of labels
 METHODS: Mapping[str, MethodFacts] = {
@@ -72,9 +73,7 @@ METHODS: Mapping[str, MethodFacts] = {
     "distill": MethodFacts(
         says="learns a larger model's probabilities for every token of the answers",
         keys=(
-            "teacher_model_name_or_path",
-            "teacher_model_revision",
-            "teacher_load_in_4bit",
+            *TEACHER_KEYS,
             "distill_beta",
             "temperature",
             "distill_alpha",
@@ -89,6 +88,14 @@ METHODS: Mapping[str, MethodFacts] = {
         defaults={"loss_type": DEFAULT_POLICY_LOSS, "beta": 0.0},
         losses=tuple(POLICY_LOSSES),
     ),
+    "on_policy_distill": MethodFacts(
+        says="samples completions of prompts, and learns a larger model's probabilities for their tokens",
+        rows="prompts",
+        keys=("loss_type", "temperature", *TEACHER_KEYS, *(key.name for key in fields(Rollout))),
+        needs_teacher=True,
+        defaults={"loss_type": DEFAULT_POLICY_LOSS, "num_generations": 1},
+        losses=tuple(name for name, loss in POLICY_LOSSES.items() if loss.average != "sums"),
+    ),
 }
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows == "pairs")
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
@@ -99,7 +106,6 @@ if TYPE_CHECKING:
 else:
     MethodName = Literal[tuple(METHODS)]
     LossName = Literal[(*PAIR_LOSSES, *POLICY_LOSSES)]
-SAMPLED = tuple(name for name, facts in METHODS.items() if facts.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +125,7 @@ class Method:
     loss_type: Annotated[
         LossName,
         SameOnResume,
-        "dpo: the loss of a pair; sigmoid is the paper's. grpo: the loss of sampled completions, "
+        "dpo: the loss of a pair; sigmoid is the paper's. grpo, on_policy_distill: of sampled completions, "
         f"{DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers.",
     ] = "sigmoid"
     rpo_alpha: Annotated[
@@ -134,15 +140,15 @@ class Method:
     desirable_weight: Annotated[float, Ge(0), SameOnResume, "kto: the weight of answers rated good."] = 1.0
     undesirable_weight: Annotated[float, Ge(0), SameOnResume, "kto: the weight of answers rated bad."] = 1.0
     teacher_model_name_or_path: Annotated[
-        str | None, FileOrName, SameOnResume, "distill: the teacher, with the same tokenizer and vocabulary."
+        str | None, FileOrName, SameOnResume, "The teacher of a distillation, with the same tokenizer and vocabulary."
     ] = None
-    teacher_model_revision: Annotated[
-        str | None, SameOnResume, "distill: the hub revision of teacher_model_name_or_path."
-    ] = None
+    teacher_model_revision: Annotated[str | None, SameOnResume, "The hub revision of teacher_model_name_or_path."] = (
+        None
+    )
     teacher_load_in_4bit: Annotated[
         bool,
         SameOnResume,
-        "distill: keep the teacher's linear layers in 4 bits (nf4, double quantization); needs bitsandbytes.",
+        "Keep the teacher's linear layers in 4 bits (nf4, double quantization); needs bitsandbytes.",
     ] = False
     distill_beta: Annotated[
         float,
@@ -156,8 +162,8 @@ class Method:
         float,
         Gt(0),
         SameOnResume,
-        "distill: what the logits of teacher and student are divided by. grpo: what the logits are divided by, in "
-        "sampling and in training.",
+        "What logits are divided by: distill: those of teacher and student; grpo, on_policy_distill: all, in sampling "
+        "and in training.",
     ] = 1.0
     distill_alpha: Annotated[
         float,

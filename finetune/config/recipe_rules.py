@@ -92,12 +92,6 @@ def _is_no_date(case: Case) -> bool:
         return True
 
 
-def _trains_base(case: Case) -> bool:
-    """Whether more than new adapters is trained, so that a reference cannot be the model without them."""
-    lora = case.recipe.lora
-    return not lora.use_peft or bool(lora.modules_to_save or lora.adapter_name_or_path or case["added_tokens"])
-
-
 def _evaluates(case: Case) -> bool:
     """Whether a held-out loss is measured between start and end."""
     run = case.recipe.run
@@ -221,7 +215,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="streaming with a reference",
         keys=("streaming", "method", "use_peft", "modules_to_save", "added_tokens", "adapter_name_or_path"),
-        when=lambda c: c["streaming"] and c.recipe.method_facts.needs_reference and _trains_base(c),
+        when=lambda c: c["streaming"] and c.recipe.method_facts.needs_reference and c.recipe.trains_base,
         message="streaming: {method} needs the reference's log-probabilities of all data before training, unless "
         "only new adapters are trained",
         advice="remove streaming, or set use_peft without modules_to_save, added_tokens and adapter_name_or_path",

@@ -1,11 +1,8 @@
 """The rules of methods that sample completions from the model in training. Torch-free."""
 
 from finetune.config.facts import Case, Rule
-from finetune.config.methods import SAMPLED
 from finetune.config.rollouts import POLICY_LOSSES
 from finetune.config.schema import recipe_keys
-
-WHO = f"method: {' or '.join(SAMPLED)}"
 
 
 def samples(case: Case) -> bool:
@@ -15,6 +12,10 @@ def samples(case: Case) -> bool:
 
 def _is_set(case: Case, key: str) -> bool:
     return bool(case[key] != recipe_keys()[key].default)
+
+
+def _has_reference(case: Case) -> bool:
+    return "beta" in case.recipe.method_facts.keys and samples(case) and case["beta"] > 0
 
 
 def _baseline(case: Case) -> str:
@@ -27,7 +28,7 @@ def _refused(key: str, why: str, advice: str = "") -> Rule:
         name=f"{key} with sampled completions",
         keys=(key, "method"),
         when=lambda c: samples(c) and _is_set(c, key),
-        message=lambda c: f"{key} cannot be combined with {WHO}: {why}",
+        message=lambda c: f"{key} cannot be combined with method: {c['method']}: {why}",
         advice=advice or f"remove {key}",
     )
 
@@ -39,7 +40,7 @@ def _not_under(name: str, keys: tuple[str, ...], when: object, why: str, advice:
         keys=(*keys, "method"),
         needs=("layout",),
         when=lambda c: samples(c) and when(c),
-        message=lambda c: f"{name} cannot be combined with {WHO}: {why}",
+        message=lambda c: f"{name} cannot be combined with method: {c['method']}: {why}",
         advice=advice,
     )
 
@@ -48,9 +49,36 @@ OFF_POLICY = "the model that learns would not be the one that was sampled, and t
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        name="no rewards", keys=("rewards", "method"), when=lambda c: samples(c) and not c["rewards"],
-        message=f"{WHO} learns from rewards",
+        name="no rewards", keys=("rewards", "method"),
+        when=lambda c: samples(c) and not c["rewards"] and not c.recipe.method_facts.needs_teacher,
+        message="method: {method} learns from rewards",
         advice="set rewards, such as [exact_answer] or [my_rewards.py:right]",
+    ),
+    Rule(
+        name="held-out prompts without rewards", keys=("rewards", "eval_datasets", "eval_split_size"),
+        when=lambda c: samples(c) and not c["rewards"] and (c["eval_datasets"] or c["eval_split_size"]),
+        message="held-out prompts are answered and rewarded, but there are no rewards",
+        advice="set rewards, such as [exact_answer], which have no part in the loss unless completions are compared",
+    ),
+    Rule(
+        name="nothing to compare", keys=("num_generations", "method"),
+        when=lambda c: samples(c) and c["num_generations"] == 1 and not c.recipe.method_facts.needs_teacher,
+        message="num_generations: 1: {method} compares the completions of a prompt with each other",
+        advice="set 2 or more; 8 is usual",
+    ),
+    Rule(
+        name="a reference without files", keys=("beta", "model_config", "added_tokens"),
+        when=lambda c: _has_reference(c) and c.recipe.trains_base
+        and (c["model_config"] is not None or c["added_tokens"]),
+        message="beta: the reference is read from files, which have neither random weights nor added_tokens",
+        advice="set beta: 0",
+    ),
+    Rule(
+        name="beta of sums", keys=("beta", "loss_type"),
+        when=lambda c: _has_reference(c) and c["loss_type"] in POLICY_LOSSES
+        and POLICY_LOSSES[c["loss_type"]].average == "sums",
+        message="beta has no effect with loss_type: {loss_type}, whose loss has one ratio for a completion",
+        advice="set beta: 0, or another loss_type",
     ),
     Rule(
         name="a weight for each reward", keys=("reward_weights", "rewards"),
@@ -112,7 +140,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="dropout of sampled completions", keys=("lora_dropout", "attention_dropout", "method"),
         when=lambda c: samples(c) and (c["lora_dropout"] or c["attention_dropout"]),
-        message=f"dropout cannot be combined with {WHO}: {OFF_POLICY}", advice="set it to 0",
+        message="dropout cannot be combined with method: {method}: " + OFF_POLICY, advice="set it to 0",
     ),
     _refused("neftune_noise_alpha", OFF_POLICY),
     _refused("streaming", "a step draws its prompts by number"),

@@ -61,8 +61,7 @@ class Rollout:
         tuple[float, ...] | None, SameOnResume, "A number for each of rewards, which are summed with it; null: 1."
     ] = None
     num_generations: Annotated[
-        int,
-        Gt(1),
+        Positive,
         SameOnResume,
         "Completions of each prompt, which are compared with each other: a group. A step samples them for "
         "global_batch_size prompts.",

@@ -618,7 +618,11 @@ class Recipe:
 
     @property
     def teacher(self) -> Model | None:
-        """The teacher as a model to load; None where the method has none."""
+        """A second model to load, frozen: the teacher, or the reference that a method which samples needs where more
+        than new adapters is trained; None where there is none."""
+        if self.method_facts.samples and self.method.beta and self.trains_base and not self.method_facts.needs_teacher:
+            dtype: Any = "float32" if self.lora.use_peft else self.model.dtype
+            return replace(self.model, dtype=dtype, trainable_modules=(), frozen_modules=())
         name = self.method.teacher_model_name_or_path
         if not self.method_facts.needs_teacher or name is None:
             return None
@@ -632,6 +636,13 @@ class Recipe:
             torch_compile=own.torch_compile,
             tf32=own.tf32,
         )
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether more than new adapters is trained, so that a reference cannot be the model without them."""
+        lora = self.lora
+        is_changed = lora.modules_to_save or lora.adapter_name_or_path or self.model.added_tokens
+        return not lora.use_peft or bool(is_changed)
 
     @property
     def document_data(self) -> Data:

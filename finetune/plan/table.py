@@ -110,10 +110,10 @@ def _describe_method(spec: RunSpec) -> list[str]:
 def _describe_teacher(spec: RunSpec) -> list[str]:
     if spec.teacher is None:
         return []
-    a, quantization = spec.teacher.architecture, spec.teacher.quantization
+    a, quantization, model = spec.teacher.architecture, spec.teacher.quantization, spec.recipe.teacher
     stored = f", {describe_quantization(quantization)} in linear layers" if quantization.bits else ""
     return [
-        f"teacher    {spec.recipe.method.teacher_model_name_or_path}: {a.model_type}, {count(a.parameters)} "
+        f"teacher    {model and model.model_name_or_path}: {a.model_type}, {count(a.parameters)} "
         f"parameters, frozen in {spec.compute_dtype}{stored}"
     ]
 

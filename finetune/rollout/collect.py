@@ -76,9 +76,9 @@ class Sampler:
         sampled = self._gather(self.engine.sample(requests[first:end], sampling))
         of_completion = np.repeat(example_ids, generations)
         found = RankGroup(self.world).on_main(lambda: asdict(self._score(examples, of_completion, sampled, step)))
-        scores = np.array(found["by_function"], np.float64).T.reshape(len(sampled), -1)
+        scores = np.array(found["by_function"], np.float64).T.reshape(len(sampled), len(keys.rewards))
         weights = np.array(keys.reward_weights or [1.0] * len(keys.rewards))
-        rewards = np.where(np.isnan(scores).all(1), np.nan, np.nansum(scores * weights, 1))
+        rewards = np.where(np.isnan(scores).all(1), np.nan, np.nansum(scores * weights, 1))  # nan without functions
         prompts = [list(request.prompt_ids) for request in requests]
         return Rollout(of_completion, prompts, sampled, scores, rewards, found["failures"], generations)
 
@@ -104,6 +104,8 @@ class Sampler:
             "max_completion_length": self.recipe.rollout.max_completion_length,
         }
         token_ids = [s.token_ids for s in sampled]
+        if not self.rewards.names:
+            return Scores([], 0)
         return self.rewards.score([row["prompt"] for row in rows], completions, token_ids, columns, state)
 
 

@@ -23,13 +23,12 @@ from finetune.distributed.parallelize import count_wrapped_units, decoder_layers
 from finetune.distributed.world import World
 from finetune.files.run_json import read_json_lines, read_json_object
 from finetune.models.cpu_products import describe_products
-from finetune.models.load import ModelSize
+from finetune.models.load import ModelSize, Teacher
 from finetune.models.quantized.base import quantized_layers
 from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear
 from finetune.optim.nvme import OffloadedOptimizer
 from finetune.pretrained_config import text_config_of
 from finetune.progress import Progress
-from finetune.training.objectives.distill import Distillation
 from finetune.training.objectives.sft import Objective
 from finetune.training.run_folder import METRICS
 from finetune.training.training_run import TrainingRun
@@ -68,8 +67,8 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         *describe_flash_kernels(),
         *describe_tensor_groups(world),
         *(f"        {line}" for line in (sharding.describe_sequences(world.size), *sharding.translated) if line),
-        f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.row_tokens} tokens a step, "
-        f"{an_epoch} steps an epoch, {run.data.train.steps:,} in all",
+        f"batch   {run.data.train.config.global_batch_size} {describe_rows(recipe)} of up to {recipe.row_tokens} "
+        f"tokens a step, {an_epoch} steps an epoch, {run.data.train.steps:,} in all",
     ]
     if recipe.optimization.optim_in_backward:
         lines.append("update  each parameter in the backward, its gradient freed at once")
@@ -93,6 +92,11 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         )
     lines += [f"watch   {run.log.watch}"] if run.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
+
+
+def describe_rows(recipe: Recipe) -> str:
+    """What a step is made of."""
+    return f"prompts with {recipe.rollout.num_generations} completions each" if recipe.method_facts.samples else "rows"
 
 
 def describe_flash_kernels() -> list[str]:
@@ -139,9 +143,9 @@ def describe_adapter(recipe: Recipe) -> list[str]:
 
 def describe_teacher(objective: Objective, longest: int) -> list[str]:
     """The model that is learned from, if any, by examples of up to `longest` tokens."""
-    if not isinstance(objective, Distillation):
+    teacher: Teacher | None = getattr(objective, "teacher", None)
+    if teacher is None:
         return []
-    teacher = objective.teacher
     positions = getattr(text_config_of(teacher.model.config), "max_position_embeddings", None)
     name, dtype = type(teacher.model).__name__.removeprefix("FSDP"), next(teacher.model.parameters()).dtype
     return [

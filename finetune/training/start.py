@@ -59,16 +59,17 @@ def make_objectives(
     `model` still has the weights that training starts with, which are the reference of a method that needs one.
     `inputs`: of `fingerprint_inputs`.
     """
+    facts, teacher = recipe.method_facts, None
     if recipe.teacher is not None:
         try:
             teacher = load_teacher(recipe, world)
             check_training_forward(teacher.model, recipe.teacher, recipe.data, world)
         except UserError as error:
             raise UserError(f"teacher_model_name_or_path: {error}") from error
-        return Objectives(Distillation(teacher), Distillation(teacher))
-    facts = recipe.method_facts
+        if not facts.samples:
+            return Objectives(Distillation(teacher), Distillation(teacher))
     if facts.samples:
-        return make_policy_objectives(model, recipe, data, world)
+        return make_policy_objectives(model, recipe, data, world, teacher)
     if facts.rows == "answers":
         return Objectives(SFT, SFT)
     references = find_references(model, recipe, data, inputs, signals, world) if facts.needs_reference else None

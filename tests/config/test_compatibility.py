@@ -176,6 +176,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (GRPO, SP, 4, None, None, "cp_size cannot be combined with method: grpo: the ratio of a sequence is not summed over its ranks"),
     (GRPO, EP, 2, None, None, "expert_parallel_size cannot be combined with method: grpo: ranks sample completions of different"),
     (GRPO, replace(FSDP2, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with method: grpo"),
+    ([*GRPO, "beta=0.1"], TP, 4, None, None, "method: grpo cannot be combined with tp_size"),
     # rows
     ([], FSDP2, 2, LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "has linear_attention layers, in which packed"),
     ([], FSDP2, 2, LLAMA | {"model_type": "mpt"}, None, "M: mpt computes attention in its own code and cannot be trained on packed "
@@ -340,6 +341,22 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 (BACKWARD, "optim_in_backward cannot be combined with method: grpo: how many micro-batches"),
                 (["assistant_only_loss=false"], "assistant_only_loss cannot be combined with method: grpo"),
                 (["turns=last"], "turns cannot be combined with method: grpo: completions are all that is trained on"),
+                (
+                    ["num_generations=1"],
+                    "num_generations: 1: grpo compares the completions of a prompt with each other; set 2",
+                ),
+                (
+                    ["loss_type=rloo", "beta=0.1"],
+                    "beta has no effect with loss_type: rloo, whose loss has one ratio for a",
+                ),
+                (
+                    ["beta=0.1", "added_tokens=[x]"],
+                    "beta: the reference is read from files, which have neither random weights",
+                ),
+                (
+                    ["method=on_policy_distill", "teacher_model_name_or_path=T", "rewards=[]", "eval_split_size=2"],
+                    "held-out prompts are answered and rewarded, but there are no rewards; set rewards",
+                ),
                 (["top_p=0.9"], "top_p: no such key: completions are sampled from all of the vocabulary"),
             ]
         ),

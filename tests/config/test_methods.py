@@ -50,7 +50,7 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
     ("keys", "problem"),
     [
         (["beta=0.2"], "beta has no effect with method: sft; it is for dpo, orpo, simpo, kto, grpo"),
-        (["method=orpo", "loss_type=hinge"], "loss_type has no effect with method: orpo; it is for dpo, grpo"),
+        (["method=orpo", "loss_type=hinge"], "loss_type has no effect with method: orpo; it is for dpo, grpo, on_policy_distill"),
         (["method=kto", "simpo_gamma=1"], "simpo_gamma has no effect with method: kto; it is for simpo"),
         (["method=simpo", "label_smoothing=0.1"], "label_smoothing has no effect with method: simpo; it is for sft, dpo"),
         (["method=distill", "teacher_model_name_or_path=a/b", "label_smoothing=0.1"], "label_smoothing applies to the cross entropy, which"),
@@ -61,16 +61,16 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
         (["eaft_alpha=2"], "eaft_alpha has no effect without token_loss: eaft"),
         (["method=dpo", "label_smoothing=0.5"], "label_smoothing: 0.5: under dpo it is the share of pairs whose order is"),
         (["method=distill"], "method: distill learns from a teacher; set teacher_model_name_or_path"),
-        (["temperature=2"], "temperature has no effect with method: sft; it is for distill, grpo"),
+        (["temperature=2"], "temperature has no effect with method: sft; it is for distill, grpo, on_policy_distill"),
         (["method=dpo", "overlength=split"], "overlength: split would cut up the answers that method: dpo compares"),
         (["method=kto", "assistant_only_loss=false"], "assistant_only_loss: false has no effect with method: kto"),
         (["method=dpo", "turns=split"], "turns has no effect where answers are compared"),
         (["turns=last", "assistant_only_loss=false"], "turns has no effect where answers are compared"),
-        (["method=ppo"], 'method: "ppo" does not fit; one of sft, dpo, orpo, simpo, kto, distill, grpo is expected'),
+        (["method=ppo"], 'method: "ppo" does not fit; one of sft, dpo, orpo, simpo, kto, distill, grpo, on_policy_distill is expected'),
         (["method=distill", "teacher_model_name_or_path=./nowhere"], "teacher_model_name_or_path: ./nowhere: no such"),
         (["method=dpo", "beta=0"], "beta: 0: method: dpo would learn nothing; set a number above 0"),
         (["method=dpo", "beta=-1"], "beta: -1 does not fit; a number of at least 0 is expected"),
-        (["num_generations=4"], "num_generations has no effect with method: sft; it is for grpo"),
+        (["num_generations=4"], "num_generations has no effect with method: sft; it is for grpo, on_policy_distill"),
     ],
 )  # fmt: skip
 def test_a_key_that_the_method_does_not_use_is_refused_with_those_that_do(keys: list[str], problem: str) -> None:

@@ -118,7 +118,7 @@ class Place:
             }
             rows = METHODS[keys.get("method", "sft")].rows
             keys["datasets"] = [{"path": str(self.folder / f"{rows}.jsonl")}]
-            if keys.get("method") == "distill":
+            if METHODS[keys.get("method", "sft")].needs_teacher:
                 keys["teacher_model_name_or_path"] = str(self.folder / "model")
             if METHODS[keys.get("method", "sft")].samples:
                 keys |= {"rewards": ["length"], "max_completion_length": 8, "num_generations": 2}

@@ -2,6 +2,7 @@
 and a plain loop's loss and gradient."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
+from tests.ranks import launch_ranks
 from tests.training import online_papers
-from tests.training.layouts import steps_of, train_all, write_config
+from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config
 
 STEPS, PROMPTS, GENERATIONS, MOST = 3, 4, 3, 12
 TEMPERATURE = 1.3
@@ -34,6 +36,9 @@ MODES: dict[str, dict[str, Any]] = {
         "packing": False,
         "mask_truncated_completions": True,
     },
+    "reference": {"beta": 0.3},  # a frozen copy beside the model
+    "adapters": {"beta": 0.3, "use_peft": True, "lora_r": 4, "loss_type": "dr_grpo", "scale_rewards": "none"},
+    "taught": {"method": "on_policy_distill", "teacher_model_name_or_path": "teacher", "num_generations": GENERATIONS},
 }
 EVERY = [
     (1, "single", "packed"),
@@ -44,14 +49,20 @@ EVERY = [
     (2, "full_shard", "padded"),
     (3, "full_shard", "packed"),
     (4, "hybrid", "packed"),
+    *(
+        (ranks, layout, mode)
+        for mode in ("reference", "adapters", "taught")
+        for ranks, layout in ((1, "single"), (2, "full_shard"))
+    ),
 ]
-QUICK = [each for each in EVERY if each[0] <= 2]
+QUICK = EVERY[:6]
 
 
 @pytest.fixture(scope="module")
 def recipes(folder: Path) -> dict[str, Path]:
     data = make_chat(folder / "chat.jsonl", rows=26)
     model = make_model(folder / "model", initializer_range=0.3)
+    make_model(folder / "teacher", seed=1, initializer_range=0.3, hidden_size=48)
     (folder / "my_rewards.py").write_text(REWARDS)
     common = {
         "method": "grpo",
@@ -77,7 +88,8 @@ def recipes(folder: Path) -> dict[str, Path]:
     }
     paths = {mode: folder / f"{mode}.yaml" for mode in MODES}
     for mode, path in paths.items():
-        path.write_text(yaml.safe_dump(common | MODES[mode]))
+        own = {key: str(folder / value) if value == "teacher" else value for key, value in MODES[mode].items()}
+        path.write_text(yaml.safe_dump(common | own))
     return paths
 
 
@@ -118,7 +130,8 @@ def test_every_layout_samples_the_same_tokens_and_has_the_same_losses(
     assert len({tuple(line["token_ids"]) for line in mine}) > 0.9 * len(mine)
     assert {line["ended"] for line in mine} == {"stopped", "cut"}
     for line, truth in zip(steps_of(run), steps_of(one), strict=True):
-        for name in ("grad_norm", "reward", "reward_std", "entropy", "completions/mean_length"):
+        names = ["kl"] if "kl" in truth and line["step"] > 1 else []  # before the first step the reference is the model
+        for name in (*names, "grad_norm", "reward", "reward_std", "entropy", "completions/mean_length"):
             assert line[name] == pytest.approx(truth[name], rel=1e-5), (line["step"], name)
         # Advantages of about 1 cancel in the loss, so that its own size says nothing.
         assert line["loss"] == pytest.approx(truth["loss"], rel=1e-5, abs=1e-6)
@@ -137,7 +150,7 @@ def test_the_ratio_between_sampler_and_trainer_is_one(
         assert line["ratio/effective_sample_size"] == pytest.approx(1, abs=1e-6) and line["clip_ratio"] == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["packed", "padded"])
 def test_the_first_step_has_the_loss_and_the_gradient_of_a_plain_loop(
     mode: str, recipes: dict[str, Path], runs: Callable[..., Path]
 ) -> None:
@@ -179,3 +192,34 @@ def test_the_first_step_has_the_loss_and_the_gradient_of_a_plain_loop(
 
 def read(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+KILLED = Path(__file__).with_name("killed_while_sampling.py")
+
+
+@pytest.mark.parametrize("place", slow_but({"sampling", "rewards"}, ("sampling", "rewards", "step", "save")))
+def test_a_run_that_is_killed_anywhere_samples_the_same_again(
+    place: str, recipes: dict[str, Path], runs: Callable[..., Path], folder: Path
+) -> None:
+    """SIGKILL in the second step: between two tokens, while rewards are computed, before the update, before the checkpoint is
+    published. The same command then ends with the weights, losses and completions of the run that nobody killed."""
+    keys = ["save_steps=1", "save_total_limit=9", "eval_datasets=[]", "per_device_generation_batch_size=64"]
+    whole, run = folder / "unkilled", folder / f"killed-{place}"
+    config = write_config(folder, "single")
+
+    def live(where: str, output: Path) -> int:
+        arguments = [where, str(recipes["packed"]), str(config), *keys, f"output_dir={output}"]
+        finished = launch_ranks(KILLED, arguments, ranks=1)
+        assert finished.returncodes[0] in (0, -signal.SIGKILL), finished.outputs[0][-3000:]
+        return finished.returncodes[0]
+
+    if not whole.exists():
+        assert live("nowhere", whole) == 0
+    assert live(place, run) == -signal.SIGKILL
+    assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == ["step-00000001"]
+    assert live("nowhere", run) == 0
+    assert_bit_equal(run, whole, STEPS)
+    assert lines_of(run) == lines_of(whole)
+    assert [line["token_ids"] for line in lines_of(run)] == [
+        line["token_ids"] for line in lines_of(runs(1, "single", "packed"))
+    ]

@@ -1,5 +1,6 @@
 """The losses of sampled completions and their gradients, in fp64, against the formulas of their papers."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +39,8 @@ class Given(nn.Module):
         return self.found
 
 
-def make_objective(loss: str, level: str, scale: str) -> tuple[PolicyObjective, Any]:
-    keys = ["method=grpo", "rewards=[exact_answer]", f"loss_type={loss}", f"max_completion_length={BUDGET}"]
+def make_objective(loss: str, level: str, scale: str, method: str = "grpo", *more: str) -> tuple[PolicyObjective, Any]:
+    keys = [f"method={method}", *more, "rewards=[exact_answer]", f"loss_type={loss}", f"max_completion_length={BUDGET}"]
     keys += ["epsilon=0.2", f"epsilon_high={1.5 if POLICY_LOSSES[loss].bound == 'weight' else 0.3}"]
     keys += [f"importance_sampling_level={level}"] if level != "token" else []
     keys += [f"scale_rewards={scale}"] if scale != "group" else []
@@ -100,6 +101,44 @@ def test_each_loss_and_its_gradient_are_those_of_its_paper(loss: str, level: str
         assert not model.found.grad[micro_batch.labels[0] < 0].any()  # type: ignore[index]
     assert total == pytest.approx(truth.item(), rel=1e-6)  # a step's loss is kept in fp32
     torch.testing.assert_close(torch.cat(gradients), torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["grpo", "on_policy_distill"])
+def test_another_models_log_probabilities_pull_at_each_token(method: str) -> None:
+    """The reference by k3 with its gradient, and a teacher by the difference of log-probabilities as the advantage."""
+    random = torch.Generator().manual_seed(2)
+    old = [-torch.rand(n, generator=random, dtype=torch.float64) * 3 for n in LENGTHS]
+    theirs = [each + torch.randn(len(each), generator=random, dtype=torch.float64) for each in old]
+    rewards = REWARDS if method == "grpo" else [0.0] * len(REWARDS)
+    own = ["beta=0.3"] if method == "grpo" else ["teacher_model_name_or_path=a/b"]
+    objective, _ = make_objective("dapo", "token", "group", method, *own)
+    positions = torch.cat([torch.cat([torch.zeros(1), each]) for each in theirs]).double()
+    objective = replace(objective, other=lambda model, micro_batch: positions)
+    advantages = online_papers.advantages(rewards, GENERATIONS, "dapo", "group")
+
+    leaves = [each.clone().requires_grad_() for each in old]
+    total = torch.zeros(())
+    for n, o, t, a in zip(leaves, old, theirs, advantages, strict=True):
+        ratio = (n - o).exp()
+        if method == "grpo":
+            total = total - (ratio * a - 0.3 * ((t - n).exp() - (t - n) - 1)).sum()
+        else:  # the reverse divergence's gradient: log s - log t, times that of log s
+            total = total + (ratio * (o - t)).sum()
+    truth = total / sum(LENGTHS)
+    truth.backward()  # type: ignore[no-untyped-call]
+
+    batch = StepBatch(0, 0.0, (), tokens=99, trained_tokens=sum(LENGTHS), groups=len(LENGTHS))
+    model = Given(torch.cat([torch.cat([torch.zeros(1), each]) for each in old]).double())
+    micro_batch = make_micro_batch(LENGTHS, torch.cat(old), torch.tensor(advantages, dtype=torch.float64))
+    measured = objective.measure(model, micro_batch, {}, batch)
+    value = measured.loss_sum / objective.count(batch)
+    value.backward()
+    assert value.item() == pytest.approx(truth.item(), rel=1e-6)
+    gradient = model.found.grad[micro_batch.labels[0] >= 0]  # type: ignore[index]
+    torch.testing.assert_close(gradient, torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9)
+    kl = measured.metrics["kl"][0] / measured.metrics["kl"][1]
+    per_token = [(t - o).exp() - (t - o) - 1 if method == "grpo" else o - t for o, t in zip(old, theirs, strict=True)]
+    assert kl.item() == pytest.approx(torch.cat(per_token).mean().item(), rel=1e-6)
 
 
 def test_the_bounds_bite_in_these_cases() -> None:

@@ -43,7 +43,8 @@ class Distillation(Objective):
 
 def teacher_flop_per_token(objective: Objective, length: float) -> float:
     """FLOP of the teacher's forward of one token in a document of `length` tokens; 0 where there is no teacher."""
-    return objective.teacher.flop_per_token(length) if isinstance(objective, Distillation) else 0.0
+    teacher: Teacher | None = getattr(objective, "teacher", None)
+    return 0.0 if teacher is None else teacher.flop_per_token(length)
 
 
 def read_teacher_facts(recipe: Recipe, tokenizer: Any) -> ModelFacts | None:
@@ -58,7 +59,8 @@ def read_teacher_facts(recipe: Recipe, tokenizer: Any) -> ModelFacts | None:
     name = str(teacher.model_name_or_path)
     try:
         facts = read_facts(load_config(teacher), name, len(tokenizer))
-        refuse_other_tokenizer(tokenizer, teacher)
+        if recipe.method_facts.needs_teacher:
+            refuse_other_tokenizer(tokenizer, teacher)
         if Path(name).is_dir():
             read_folder(name)  # headers only, before the data is read
     except UserError as error:

@@ -16,11 +16,13 @@ from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.world import World
 from finetune.models.head.log_probabilities import head_log_probabilities
+from finetune.models.load import Teacher
 from finetune.rollout.collect import Rollout, Rollouts, Sampler
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.rewards import Rewards
 from finetune.training.objectives.preference import mean
 from finetune.training.objectives.sft import Measured, Objective, Objectives
+from finetune.training.reference import adapters_off, evaluating
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,12 @@ class Completions:
 
 
 def policy_losses(
-    log_probabilities: Tensor, old: Tensor, advantages: Tensor, completions: Completions, recipe: Recipe
+    log_probabilities: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    completions: Completions,
+    recipe: Recipe,
+    of_tokens: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(losses, probability ratios) of the positions; of the completions where a ratio is a whole completion's.
 
@@ -51,11 +58,12 @@ def policy_losses(
         old: [positions], of the model that was sampled.
         advantages: [completions].
         completions: Of the positions.
+        of_tokens: [positions], added to the advantages of each token.
         recipe: With its loss (`POLICY_LOSSES` has the papers) and bounds.
     """
     keys, loss = recipe.rollout, POLICY_LOSSES[recipe.method.loss_type]
     log_ratios = log_probabilities - old
-    per_token = advantages[completions.of]
+    per_token = advantages[completions.of] + of_tokens
     if loss.average == "sums":
         log_ratios, per_token = completions.sum(log_ratios), advantages
     elif keys.importance_sampling_level == "sequence":  # Zheng et al. 2025, arXiv:2507.18071, eq. 7
@@ -74,6 +82,8 @@ class PolicyObjective(Objective):
 
     recipe: Recipe
     rollouts: Rollouts
+    other: "OtherModel | None" = None  # the reference or the teacher
+    teacher: Teacher | None = None  # it, where it is another model than the one that is trained
 
     def count(self, batch: StepBatch) -> int:
         """What `PolicyLoss.average` names."""
@@ -95,7 +105,11 @@ class PolicyObjective(Objective):
         metrics, maxima = self._describe(found.detach() - old, completions, rollout)
         if not completions.count:  # a filler: in the graph all the same, since its backward takes part in collectives
             return Measured(found.sum().float() * 0.0, metrics, maxima)
-        losses, ratios = policy_losses(found, old, advantages, completions, self.recipe)
+        of_tokens, divergence = self._compare(model, micro_batch, found, old)
+        metrics |= {} if divergence is None else {"kl": mean(divergence.detach(), is_trained)}
+        losses, ratios = policy_losses(found, old, advantages, completions, self.recipe, of_tokens)
+        if divergence is not None and not self.recipe.method_facts.needs_teacher:
+            losses = losses + self.recipe.method.beta * divergence
         average = POLICY_LOSSES[self.recipe.method.loss_type].average
         if average == "sums":
             loss = losses.sum()
@@ -105,6 +119,22 @@ class PolicyObjective(Objective):
                 loss = (completions.sum(losses) / completions.lengths().clamp(min=1)).sum()
         metrics["clip_ratio"] = self._clipped(ratios.detach(), advantages, completions)
         return Measured(loss.float(), {name: pair.float() for name, pair in metrics.items()}, maxima)
+
+    def _compare(
+        self, model: nn.Module, micro_batch: MicroBatch, found: Tensor, old: Tensor
+    ) -> tuple[Tensor | float, Tensor | None]:
+        """(the teacher's part of the advantages, the divergence) of each token; 0 and None without another model.
+
+        From the reference: its estimate without bias that is never negative (Schulman 2020, "Approximating KL
+        divergence", k3), with its gradient. From a teacher: the reverse KL divergence's own estimate, the difference of
+        log-probabilities, whose negative is the advantage (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2).
+        """
+        if self.other is None:
+            return 0.0, None
+        theirs = self.other(model, micro_batch)
+        if self.recipe.method_facts.needs_teacher:
+            return theirs - old, old - theirs
+        return 0.0, (theirs - found).exp() - (theirs - found) - 1
 
     def _clipped(self, ratios: Tensor, advantages: Tensor, completions: Completions) -> Tensor:
         """The share of ratios that are outside the bounds, so that the loss has no gradient there."""
@@ -139,6 +169,7 @@ class PolicyObjective(Objective):
             "ratio/mean": mean(log_ratios.exp(), where),
             "ratio/mean_square": mean((2 * log_ratios).exp(), where),
             "clip_ratio": zero,
+            **({} if self.other is None else {"kl": zero}),
         }
         for number, name in enumerate(self.rollouts.sampler.rewards.names):
             scores = rollout["scores"][:, number]
@@ -192,10 +223,35 @@ def _by_example(rollout: Rollout) -> dict[int, tuple[float, ...]]:
     return {i: (float(reward), float(len(each.token_ids)), *scores.tolist()) for i, reward, each, scores in rows}
 
 
-def make_policy_objectives(model: nn.Module, recipe: Recipe, data: PreparedData, world: World) -> Objectives:
-    """The objective of a run that samples, with its engine and rewards; and that of held-out prompts."""
+OtherModel = Callable[[nn.Module, MicroBatch], Tensor]
+"""(the model in training, a micro-batch on the device) -> fp64[positions]: another model's log-probabilities."""
+
+
+def _without_adapters(head: Any, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    with evaluating(model), adapters_off(model):
+        return model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
+
+
+def _of_teacher(teacher: Teacher, head: Any, _model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    with torch.no_grad():
+        return teacher.model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
+
+
+def make_policy_objectives(
+    model: nn.Module, recipe: Recipe, data: PreparedData, world: World, teacher: Teacher | None
+) -> Objectives:
+    """The objective of a run that samples, with its engine and rewards; and that of held-out prompts.
+
+    `teacher`: or the reference, where it is a model of its own.
+    """
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
     engine = EmbeddedEngine(model, world, stop_ids, recipe.rollout.per_device_generation_batch_size)
     sampler = Sampler(recipe, world, data.tokenizer, engine, Rewards(recipe.rollout), data.train.steps)
-    return Objectives(PolicyObjective(recipe, Rollouts(sampler, data.train)), HeldOutRewards(sampler, data.evaluation))
+    head, other = partial(head_log_probabilities, temperature=recipe.method.temperature), None
+    if teacher is not None:
+        other = partial(_of_teacher, teacher, head)
+    elif recipe.method.beta:
+        other = partial(_without_adapters, head)
+    training = PolicyObjective(recipe, Rollouts(sampler, data.train), other, teacher)
+    return Objectives(training, HeldOutRewards(sampler, data.evaluation))
