@@ -96,6 +96,7 @@ class PolicyObjective(Objective):
     ) -> Measured:
         """The losses of the micro-batch's completions; as metrics their rewards, and the raw ratios."""
         head = partial(head_log_probabilities, temperature=self.recipe.method.temperature)
+        theirs = None if self.other is None else self.other(model, micro_batch)  # of a filler too: ranks meet in it
         found = model(**inputs, head_function=head).double()
         rollout, of = micro_batch.rollout, micro_batch.trained_documents
         assert rollout is not None and of is not None, "completions come with what was sampled"
@@ -105,7 +106,7 @@ class PolicyObjective(Objective):
         metrics, maxima = self._describe(found.detach() - old, completions, rollout)
         if not completions.count:  # a filler: in the graph all the same, since its backward takes part in collectives
             return Measured(found.sum().float() * 0.0, metrics, maxima)
-        of_tokens, divergence = self._compare(model, micro_batch, found, old)
+        of_tokens, divergence = self._compare(theirs, found, old)
         metrics |= {} if divergence is None else {"kl": mean(divergence.detach(), is_trained)}
         losses, ratios = policy_losses(found, old, advantages, completions, self.recipe, of_tokens)
         if divergence is not None and not self.recipe.method_facts.needs_teacher:
@@ -120,18 +121,15 @@ class PolicyObjective(Objective):
         metrics["clip_ratio"] = self._clipped(ratios.detach(), advantages, completions)
         return Measured(loss.float(), {name: pair.float() for name, pair in metrics.items()}, maxima)
 
-    def _compare(
-        self, model: nn.Module, micro_batch: MicroBatch, found: Tensor, old: Tensor
-    ) -> tuple[Tensor | float, Tensor | None]:
+    def _compare(self, theirs: Tensor | None, found: Tensor, old: Tensor) -> tuple[Tensor | float, Tensor | None]:
         """(the teacher's part of the advantages, the divergence) of each token; 0 and None without another model.
 
         From the reference: its estimate without bias that is never negative (Schulman 2020, "Approximating KL
         divergence", k3), with its gradient. From a teacher: the reverse KL divergence's own estimate, the difference of
         log-probabilities, whose negative is the advantage (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2).
         """
-        if self.other is None:
+        if theirs is None:
             return 0.0, None
-        theirs = self.other(model, micro_batch)
         if self.recipe.method_facts.needs_teacher:
             return theirs - old, old - theirs
         return 0.0, (theirs - found).exp() - (theirs - found) - 1
