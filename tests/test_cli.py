@@ -163,6 +163,7 @@ def test_a_bad_row_is_reported_alone(tmp_path: Path, tiny_recipe: Callable[..., 
     assert finished.stderr.startswith(f"{data}:2: ")
 
 
+@pytest.mark.slow
 def test_ranks_on_the_cpu_stopped_by_a_signal_and_started_again(
     tmp_path: Path, tiny_recipe: Callable[..., Path]
 ) -> None:

@@ -67,6 +67,7 @@ def test_no_name_of_anything_steers_the_terminal(
         assert printable(text.replace("\r", "")) == text.replace("\r", "")  # a bar's
 
 
+@pytest.mark.slow
 def test_a_run_with_nobody_to_read_its_stderr_trains_and_exports(
     tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_a_gpu_run_with_offload_uses_its_share_of_the_cores(
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(tmp_path: Path) -> None:
     """A bare `accelerate launch` sets OMP_NUM_THREADS=1 itself; where the user has set it, that is kept."""
     script = tmp_path / "threads.py"
