@@ -46,6 +46,7 @@ PEAK_FLOPS = {
     "MI250X": 191e12,
 }
 FP8_SPEEDUP = 2  # of the dense peak, on every device above that multiplies in FP8
+WITHOUT_SCORES = {"linear_attention", "mamba", "conv", "moe", "mlp"}  # layers, as layer_types names them
 FORMULA = "6N + 12LHQT, 4N for LoRA"
 
 
@@ -88,12 +89,18 @@ def flop_per_token_of(config: Any, *, parameters: int, length: float, frozen: in
     """The same, with L, H and Q from a transformers config."""
     return flop_per_token(
         parameters=parameters,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
+        layers=_count_attention_layers(config),
+        heads=getattr(config, "num_attention_heads", None) or 0,
         head_size=_read_head_size(config),
         length=length,
         frozen=frozen,
     )
+
+
+def _count_attention_layers(config: Any) -> int:
+    """Those that compare tokens with each other: neither states nor convolutions do, whose products are small."""
+    kinds = getattr(config, "layer_types", None)
+    return config.num_hidden_layers if kinds is None else sum(kind not in WITHOUT_SCORES for kind in kinds)
 
 
 def _read_head_size(config: Any) -> float:
@@ -102,7 +109,8 @@ def _read_head_size(config: Any) -> float:
     plain, value = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
     if plain and value:
         return float(plain + config.qk_rope_head_dim + value) / 2
-    return getattr(config, "head_dim", None) or float(config.hidden_size // config.num_attention_heads)
+    heads = getattr(config, "num_attention_heads", None)
+    return getattr(config, "head_dim", None) or (float(config.hidden_size // heads) if heads else 0.0)
 
 
 def forward_flop_per_token_of(config: Any, *, parameters: int, length: float) -> float:

@@ -192,7 +192,6 @@ PIXTRAL: dict[str, dict[str, Any]] = {  # whose class is that of LLaVA
     }
 }
 MIXED_DTYPES = ("qwen3_vl",)  # the language model in bf16, the tower in fp32
-STATEFUL = ("qwen3_5", "qwen3_5_moe", "llama4")  # with linear attention, or chunks of it
 
 
 def text_prompt() -> dict[str, Any]:

@@ -7,7 +7,7 @@ without a row trains too, as long as no check of a run finds a fault. Imports no
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -52,14 +52,27 @@ class LlamaCpp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """The modules of a family that carry a state from token to token, and what keeps documents apart in them."""
+
+    modules: tuple[str, ...]  # the ends of their classes' names
+    # The arguments by which they read the boundaries of packed documents, once these packages are installed. Without
+    # arguments, they would ignore boundaries, and run over one document after the other.
+    arguments: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The facts of one `model_type` that are not in its config.json; without arguments, of a family without a row."""
 
     # What it can do here.
     tensor_parallel: Literal["heads", "products"] | None = None  # what is sharded: whole heads, or their products
     unadaptable: tuple[str, ...] = ()  # linear layers that return more, or are read without being called
-    mixes_documents: bool = False  # layers drop the boundaries of packed documents, or carry a state over them
-    has_state: bool = False  # layers carry a state from token to token, which layer_types says in config.json
+    # Attention that knows documents by a mask alone: one that transformers makes from position ids, or one made here.
+    masks_documents: Literal["by_transformers", "here"] | None = None
+    drops_arguments: bool = False  # whether its layers do not hand attention the arguments of the model's forward
+    recurrence: Recurrence | None = None  # None: no layer carries a state from token to token, or none that is known
     multiplies_logits: bool = False  # by logits_scaling, by which the others divide
     is_of_vision: bool = False  # the language model of a vision-language one, without a class of its own
     # Of the model_type of a whole vision-language model; tests/training/test_images.py holds each to transformers' own.
@@ -152,7 +165,24 @@ GGUF_GEMMA = LlamaCpp(
     has_own_head=False,
     stretches_rope=("linear",),
 )
-NO_CONVOLUTION = Family(has_state=True, unadaptable=("conv1d", "out_proj"))
+BY_MASK = Family(masks_documents="by_transformers")
+BY_OUR_MASK = Family(masks_documents="here")
+PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+DELTA_NET = Family(
+    recurrence=Recurrence(
+        modules=("GatedDeltaNet",), arguments=("cu_seq_lens_q", "seq_idx"), packages=("fla", "causal_conv1d")
+    )
+)
+# Their kernels read these weights without calling the layers, and would pass by an adapter.
+MAMBA = Family(recurrence=Recurrence(modules=("MambaMixer",)), unadaptable=("conv1d", "dt_proj", "out_proj", "x_proj"))
+MAMBA_2 = Family(
+    recurrence=Recurrence(
+        modules=("Mixer", "MambaLayer"), arguments=("seq_idx",), packages=("mamba_ssm", "causal_conv1d")
+    ),
+    unadaptable=("conv1d", "out_proj"),
+)
+CONVOLUTION = Family(recurrence=Recurrence(modules=("ShortConv",), arguments=("seq_idx",), packages=("causal_conv1d",)))
+DELTA_ATTENTION = Family(recurrence=Recurrence(modules=("DeltaAttention",)))
 
 FAMILIES: Mapping[str, Family] = {
     "llama": replace(LLAMA, llama_cpp=GGUF_LLAMA),
@@ -262,9 +292,23 @@ FAMILIES: Mapping[str, Family] = {
         mixture=MixtureKeys(some_are_dense=True),
     ),
     # Those whose layers the plan does not know.
-    **dict.fromkeys(("nemotron", "stablelm", "rwkv", "xlstm"), Family(mixes_documents=True)),
-    **dict.fromkeys(("bamba", "jamba", "lfm2", "lfm2_moe", "qwen3_5_text"), Family(has_state=True)),
-    **dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), NO_CONVOLUTION),
+    **dict.fromkeys(("nemotron", "stablelm"), Family(drops_arguments=True)),
+    **dict.fromkeys(("codegen", "doge", "gpt_neo", "gpt_neox_japanese", "gptj", "phimoe"), BY_MASK),
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), BY_MASK),  # and by an index
+    **dict.fromkeys(("falcon", "mpt", "xglm"), BY_OUR_MASK),
+    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"), BY_OUR_MASK),
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), MAMBA_2),
+    **dict.fromkeys(("mamba", "falcon_mamba"), MAMBA),
+    "jamba": replace(MAMBA, unadaptable=("conv1d", "dt_proj")),
+    "zamba": replace(MAMBA, unadaptable=("conv1d",)),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), CONVOLUTION),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), DELTA_ATTENTION),
+    "recurrent_gemma": replace(BY_MASK, recurrence=Recurrence(modules=("RecurrentBlock",))),
+    "minimax": Family(recurrence=Recurrence(modules=("LightningAttention",))),
+    "zaya": Family(recurrence=Recurrence(modules=("CCAProjection",))),
+    "rwkv": Family(recurrence=Recurrence(modules=("SelfAttention", "FeedForward"))),
+    "xlstm": Family(recurrence=Recurrence(modules=("xLSTMLayer",))),
     "llama4_text": Family(unadaptable=("router",)),
     "deepseek_v2": Family(mixture=SHARED_EXPERTS),
     "granitemoe": Family(mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size")),
@@ -336,6 +380,28 @@ def has_own_attention(model_type: str) -> bool:
     """
     source = read_family_source(model_type)
     return bool(source) and "ALL_ATTENTION_FUNCTIONS" not in source
+
+
+def has_unknown_layers(model_type: str, layer_types: Iterable[str]) -> bool:
+    """Whether a model has layers in which it is not known how packed documents are kept apart.
+
+    >>> has_unknown_layers("llama", ["linear_attention"]), has_unknown_layers("qwen3_next", ["linear_attention"])
+    (True, False)
+    """
+    family = find_family(model_type)
+    is_known = family.recurrence is not None or family.masks_documents is not None
+    return not is_known and not PACKED_LAYER_TYPES.issuperset(layer_types)
+
+
+def attends_by_mask(model_type: str, layer_types: Iterable[str]) -> bool:
+    """Whether a model's attention reads a mask of all pairs of tokens, not the boundaries of documents.
+
+    >>> attends_by_mask("gptj", []), attends_by_mask("llama", ["full_attention"]), attends_by_mask("mamba", [])
+    (True, False, False)
+    """
+    family = find_family(model_type)
+    has_own = has_own_attention(model_type) and family.recurrence is None
+    return family.masks_documents is not None or has_own or has_unknown_layers(model_type, layer_types)
 
 
 def has_fused_experts(model_type: str) -> bool:

@@ -11,14 +11,12 @@ from finetune.config.families import (
     find_classes,
     find_linear_layers,
     has_fused_experts,
-    has_own_attention,
     read_family_source,
 )
 from finetune.config.module_patterns import is_within
 from finetune.config.quantization import LOAD_KEYS, describe_quantization
 from finetune.config.schema import Quantization, keys_of
 
-PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in models of every family
 FP8_MULTIPLE = 16  # tensor cores take so many 8-bit numbers at a time
 
@@ -88,21 +86,6 @@ def is_uneven_vocabulary(case: Case) -> bool:
     return case.model.vocabulary % case.layout.tensor_parallel_size != 0
 
 
-def _count_local_heads(case: Case) -> int:
-    """Attention heads that a rank of a tensor parallel group has of a token."""
-    is_whole = case.model.family.tensor_parallel == "products"
-    return case.model.heads // (1 if is_whole else case.layout.tensor_parallel_size)
-
-
-def _describe_local_heads(case: Case) -> str:
-    local, tensors = _count_local_heads(case), case.layout.tensor_parallel_size
-    left = f", of which tp_size {tensors} leaves {local} on a rank" if local != case.model.heads else ""
-    return (
-        f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention heads, but the model has "
-        f"{case.model.heads}{left}"
-    )
-
-
 def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, ...] | None:
     """What one rank holds of a parameter [experts, rows, ...] under expert parallelism.
 
@@ -130,7 +113,7 @@ def _has_unsharded_experts(case: Case) -> bool:
 
 def _names_unadaptable(case: Case) -> bool:
     targets, modules = case["lora_target_modules"], case.model.family.unadaptable
-    return bool(modules) and (targets == "all-linear" or any(t.rpartition(".")[2] in modules for t in targets))
+    return targets != "all-linear" and any(target.rpartition(".")[2] in modules for target in targets)
 
 
 def _find_unknown_targets(case: Case) -> list[str]:
@@ -151,17 +134,6 @@ def _describe_unknown_targets(case: Case) -> str:
     experts = "; routed experts are adapted with lora_target_parameters" if case.model.experts else ""
     targets = ", ".join(_find_unknown_targets(case))
     return f"lora_target_modules: {targets}: no such linear layer in {case.model.model_type}; {layers}{experts}"
-
-
-def _has_unfit_attention(case: Case) -> bool:
-    """Whether the family computes attention in its own code, and the recipe asks for what that does not do."""
-    family, model = case.model.model_type, case.recipe.model
-    if model.trust_remote_code or not has_own_attention(family) or case.model.family.mixes_documents:
-        return False
-    kind = model.attn_implementation
-    is_its_own = kind == "eager" or f"_supports_{kind.rpartition('_2')[0] or kind} = True" in read_family_source(family)
-    has_state = bool(case.model.layer_types - PACKED_LAYER_TYPES)  # another rule's, where attention is not named
-    return (not is_its_own or case.recipe.data.packing) and not (has_state and kind == "auto")
 
 
 def _find_unknown_wraps(case: Case) -> list[str]:
@@ -210,17 +182,17 @@ def _has_text_class(model_type: str) -> bool:
     return any(name.endswith("ForCausalLM") for name in find_classes(model_type))
 
 
-def _model_rule(name: str, *keys: str, **others: Any) -> Rule:
+def model_rule(name: str, *keys: str, **others: Any) -> Rule:
     return Rule(name=name, keys=keys, needs=("model",), **others)
 
 
-def _model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
+def model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
     """A rule on the model under a layout."""
     return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
 
 
 RULES: tuple[Rule, ...] = (
-    _model_rule(
+    model_rule(
         "more tokens than rows", "tokenizer_name_or_path", "model_name_or_path", "model_config",
         when=lambda c: (c.model.tokens or 0) > c.model.vocabulary,
         message="{name}: its embedding has {model.vocabulary} rows, but the tokenizer has {model.tokens} tokens",
@@ -228,18 +200,18 @@ RULES: tuple[Rule, ...] = (
         of_teacher=True,
     ),
     # Stored quantization
-    _model_rule(
+    model_rule(
         "stored quantization in full", "use_peft", "model_name_or_path",
         when=lambda c: c.model.quantization is not None and not c["use_peft"],
         message="{name}: its weights are stored in {quantization.bits} bits, so they cannot be fine-tuned in full",
         advice="set use_peft: true, or name the unquantized model", fix={"use_peft": True},
     ),
-    _model_rule(
+    model_rule(
         "another quantization than the stored one", *keys_of(Quantization),
         when=lambda c: c.model.quantization is not None and any(_other_quantization(c)),
         message=_describe_other_quantization,
     ),
-    _model_rule(
+    model_rule(
         "quantized experts", *LOAD_KEYS, "model_name_or_path",
         when=lambda c: c.quantization.bits is not None
         and c.model.experts and not has_fused_experts(c.model.model_type),
@@ -247,48 +219,55 @@ RULES: tuple[Rule, ...] = (
         "here",
         advice="remove it, and name the unquantized model", of_teacher=True,
     ),
-    _model_rule(
+    model_rule(
         "experts that are stored quantized", "model_name_or_path",
         when=lambda c: c.model.quantization is not None and c.model.experts,
         message="{name}: its experts are stored in {quantization.bits} bits, which is not supported for a mixture "
         "({model.model_type})",
         advice="name the unquantized model, which is quantized as it is loaded", of_teacher=True,
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "quantized experts over ranks", "expert_parallel_size", *LOAD_KEYS,
         when=lambda c: c.layout.expert_parallel_size > 1 and c.quantization.bits is not None and c.model.experts,
         message="expert_parallel_size: {layout.expert_parallel_size}: cannot be combined with {load_key}: blocks of "
         "numbers under one scale cross experts",
         advice="set it to 1, and FSDP shards the experts", fix={"expert_parallel_size": 1},
     ),
-    _model_rule(
+    model_rule(
         "layers that cannot be adapted", "lora_target_modules", "use_peft",
         when=lambda c: c["use_peft"] and _names_unadaptable(c),
         message=lambda c: f"lora_target_modules: peft cannot adapt {' and '.join(c.model.family.unadaptable)} of "
         f"{c.model.model_type}",
         advice="name other linear layers",
     ),
-    _model_rule(
+    model_rule(
+        "layers that all-linear leaves out", "lora_target_modules", "use_peft",
+        when=lambda c: c["use_peft"] and c["lora_target_modules"] == "all-linear" and c.model.family.unadaptable,
+        message=lambda c: f"lora_target_modules: all-linear: without {', '.join(c.model.family.unadaptable)} of "
+        f"{c.model.model_type}, which peft cannot adapt",
+        is_note=True,
+    ),
+    model_rule(
         "layers that the family does not have", "lora_target_modules", "use_peft",
         when=_find_unknown_targets, message=_describe_unknown_targets,
     ),
     # Vision-language models
-    _model_rule(
+    model_rule(
         "no tower to drop", "drop_vision", when=lambda c: c["drop_vision"] and not c.model.vision,
         message="drop_vision: {name} is no vision-language model", fix={"drop_vision": False},
     ),
-    _model_rule(
+    model_rule(
         "no text class", "drop_vision",
         when=lambda c: c["drop_vision"] and c.model.vision and not _has_text_class(c.model.model_type),
         message="drop_vision: transformers has no class for {model.model_type}, the language model of {name}, alone",
         fix={"drop_vision": False},
     ),
-    _model_rule(
+    model_rule(
         "Liger of a vision-language model", "use_liger_kernel", when=lambda c: c["use_liger_kernel"] and c.is_whole,
         message="use_liger_kernel: {name} is a vision-language model, with whose class Liger's kernels were not tried",
         fix={"use_liger_kernel": False},
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "frozen tower without shards", "fsdp_sharding_strategy",
         when=lambda c: c.is_whole
         and c.layout.layout == "fsdp1" and (c.layout.strategy == "NO_SHARD" or c.ranks == 1),
@@ -296,51 +275,51 @@ RULES: tuple[Rule, ...] = (
         "model",
         advice="use FSDP2, or DDP",
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "tensor parallelism of a vision-language model", "tp_size",
         when=lambda c: c.layout.tensor_parallel_size > 1 and c.is_whole,
         message="tp_size {layout.tensor_parallel_size}: not supported for {name}, a vision-language model",
         fix={"tp_size": 1},
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "sequence parallelism of a vision-language model", "cp_size", "sp_size",
         when=lambda c: c.layout.sequence_parallel_size > 1 and c.is_whole,
         message="cp_size, sp_size: not supported for {name}, a vision-language model", fix={"cp_size": 1},
     ),
     # Mixtures
-    _model_rule(
+    model_rule(
         "torch_compile of a mixture", "torch_compile", when=lambda c: c["torch_compile"] and c.model.experts,
         message="torch_compile: {name} is a mixture of experts; the number of tokens of an expert changes every "
         "step, which cannot be compiled",
         fix={"torch_compile": False},
     ),
-    _model_rule(
+    model_rule(
         "projections of a mixture kept", "activation_checkpointing_keeps",
         when=lambda c: c["activation_checkpointing_keeps"] == "attention_and_projections" and c.model.experts,
         message="activation_checkpointing_keeps: attention_and_projections: the experts of {name} multiply "
         "matrices of the same sizes as attention's",
         fix={"activation_checkpointing_keeps": "attention"},
     ),
-    _model_rule(
+    model_rule(
         "auxiliary loss of a dense model", "router_aux_loss_coef",
         when=lambda c: c["router_aux_loss_coef"] and not c.model.experts,
         message="router_aux_loss_coef: {name} is a dense model ({model.model_type})",
         advice="remove it", fix={"router_aux_loss_coef": None},
     ),
-    _model_rule(
+    model_rule(
         "no auxiliary loss in the family", "router_aux_loss_coef",
         when=lambda c: c["router_aux_loss_coef"] and c.model.experts and not c.model.has_auxiliary_loss,
         message="router_aux_loss_coef: {name} is a mixture of experts whose routers have no auxiliary loss "
         "({model.model_type})",
         advice="remove it", fix={"router_aux_loss_coef": None},
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "expert parallelism of a dense model", "expert_parallel_size",
         when=lambda c: c.layout.expert_parallel_size > 1 and not c.model.experts,
         message="expert_parallel_size: {layout.expert_parallel_size}: {name} is a dense model ({model.model_type})",
         advice="remove it", fix={"expert_parallel_size": 1},
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "family of expert parallelism", "expert_parallel_size",
         when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts
         and not c.model.family.has_expert_parallelism,
@@ -348,7 +327,7 @@ RULES: tuple[Rule, ...] = (
         f"of {{name}}; it is tested with {_list('has_expert_parallelism')}",
         advice="remove it", fix={"expert_parallel_size": 1},
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "experts over ranks", "expert_parallel_size", when=lambda c: c.model.experts % c.layout.expert_parallel_size,
         message="expert_parallel_size: {layout.expert_parallel_size}: a layer of {name} has {model.experts} "
         "experts, and {model.experts} / {layout.expert_parallel_size} is not a whole number",
@@ -356,7 +335,7 @@ RULES: tuple[Rule, ...] = (
         c.ranks // (c.layout.replicate_size or 1))),
         fix={"expert_parallel_size": 1},
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "experts over shards", "expert_parallel_size",
         when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts and _has_unsharded_experts(c),
         message=lambda c: f"expert_parallel_size: {c.layout.expert_parallel_size}: neither the "
@@ -365,20 +344,20 @@ RULES: tuple[Rule, ...] = (
         advice="choose another size", fix={"expert_parallel_size": 1},
     ),
     # Tensor parallelism
-    _model_layout_rule(
+    model_layout_rule(
         "family of tensor parallelism", "tp_size",
         when=lambda c: c.layout.tensor_parallel_size > 1 and not c.model.family.tensor_parallel,
         message="tp_size {layout.tensor_parallel_size}: not supported for {model.model_type}, the family of {name}; "
         f"only for {_list('tensor_parallel')}",
         fix={"tp_size": 1},
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "sizes under tensor parallelism", "tp_size",
         when=lambda c: c.layout.tensor_parallel_size > 1 and c.model.family.tensor_parallel
         and _find_uneven(c),
         message=_describe_uneven, advice=_advise_tp_size, fix={"tp_size": 1},
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "rows of the vocabulary under tensor parallelism", "tp_size",
         when=lambda c: c.model.family.tensor_parallel and (ranks := c.layout.tensor_parallel_size) > 1
         and (ranks - 1) * -(-c.model.vocabulary // ranks) >= c.model.vocabulary,  # a rank would have no row
@@ -386,47 +365,18 @@ RULES: tuple[Rule, ...] = (
         "{layout.tensor_parallel_size} ranks",
         advice="set a smaller tp_size", fix={"tp_size": 1},
     ),
-    # Sequences
-    _model_layout_rule(
-        "heads under sequence parallelism", "cp_size", "sp_size",
-        when=lambda c: _count_local_heads(c) % c.layout.sequence_parallel_size, message=_describe_local_heads,
-        advice=lambda c: f"set it to {list_divisors(_count_local_heads(c), 1)}",
-        fix={"cp_size": 1}, of_teacher=True,
-    ),
-    _model_rule(
-        "layers with a state", "attn_implementation", "model_name_or_path",
-        when=lambda c: c["attn_implementation"] == "auto" and c.model.layer_types - PACKED_LAYER_TYPES,
-        message=lambda c: f"{c.name}: {c.model.model_type} has "
-        f"{', '.join(sorted(c.model.layer_types - PACKED_LAYER_TYPES))} layers, in which packed documents cannot be "
-        "kept apart",
-        advice="set packing: false and attn_implementation: sdpa",
-        fix={"packing": False, "attn_implementation": "sdpa"}, of_teacher=True,
-    ),
-    _model_rule(
-        "attention of its own", "attn_implementation", "packing", "model_name_or_path", when=_has_unfit_attention,
-        message="{name}: {model.model_type} computes attention in its own code and cannot be trained on packed "
-        "documents",
-        advice="set packing: false and attn_implementation: eager",
-        fix={"packing": False, "attn_implementation": "eager"}, of_teacher=True,
-    ),
-    _model_rule(
-        "layers that do not keep documents apart", "packing", "model_name_or_path",
-        when=lambda c: c.model.family.mixes_documents and c["packing"] and not c["trust_remote_code"],
-        message="{name}: the layers of {model.model_type} do not keep documents apart",
-        fix={"packing": False}, of_teacher=True,
-    ),
-    _model_layout_rule(
+    model_layout_rule(
         "classes that are wrapped", "fsdp_transformer_layer_cls_to_wrap",
         when=_find_unknown_wraps, message=_describe_unknown_wraps,
         advice="name that class, or remove the key, and the class is found",
     ),
     # FP8
-    _model_layout_rule(
+    model_layout_rule(
         "FP8 of a mixture", "mixed_precision", when=lambda c: c.layout.fp8 is not None and c.model.experts,
         message="mixed_precision: fp8: {name} is a mixture of experts, which torchao does not multiply in FP8",
         fix={"mixed_precision": "bf16"},
     ),
-    _model_layout_rule(
+    model_layout_rule(
         "FP8 without a layer", "mixed_precision",
         when=lambda c: c.layout.fp8 is not None and not c.model.experts and not _has_fp8_layer(c),
         message="mixed_precision: fp8: {name} has no linear layer that can be multiplied in FP8: their sizes must be "

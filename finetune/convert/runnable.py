@@ -62,8 +62,6 @@ def make_runnable(found: Conversion) -> None:
                 f"attn_implementation: sdpa is dropped: transformers' {facts.model_type} has sinks, which it does not "
                 "compute"
             )
-        if facts.family.has_state and found.recipe.get("packing", True):  # which no attention makes right
-            found.recipe.pop("attn_implementation", None)
         _rename_targets(found, facts)
         if patterns := found.recipe.get("trainable_modules"):
             old, new = RENAMED.get(facts.model_type, ("", ""))
@@ -91,7 +89,7 @@ def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
             return None
         family = find_family(guessed)
         assumed = SIZES | {"model_type": guessed} | ({"num_experts": 1 << 7} if family.mixture else {})
-        return read_model_facts(config or assumed | ({"layer_types": ["mamba"]} if family.has_state else {}), name)
+        return read_model_facts(config or assumed, name)
     except (AttributeError, UserError):
         return None  # a run says what is wrong with it
 
@@ -160,7 +158,6 @@ def _rename_targets(found: Conversion, facts: ModelFacts) -> None:
     targets = found.recipe.get("lora_target_modules")
     layers = find_linear_layers(facts.model_type).difference(ABSENT.get(facts.model_type, ()))
     if targets == "all-linear" and (left_out := facts.family.unadaptable):
-        found.recipe["lora_target_modules"] = sorted(layers.difference(left_out))
         found.differences.append(
             f"lora_target_modules: {left_out[-1]} of {facts.model_type} gets no adapter here: peft has none for it"
         )

@@ -73,4 +73,5 @@ def text_modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 def base_of(model: Any) -> Any:
     """`model` without its output head."""
-    return getattr(model, model.base_model_prefix, model)
+    found = getattr(model, model.base_model_prefix, model)
+    return getattr(model, "model", model) if found is model else found  # Llama 4's text class has another name there

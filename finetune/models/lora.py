@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.config.families import find_family
 from finetune.config.module_patterns import (
     is_parameter_named,
     is_saved_whole,
@@ -49,7 +50,8 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     """
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())  # type: ignore[operator]
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
-    known = {name.rpartition(".")[2] for name in layers}
+    left_out = find_family(trunk_of(model).config.model_type).unadaptable
+    known = {name.rpartition(".")[2] for name in layers}.difference(left_out)
     refuse_unknown_layers(lora, layers, type(model).__name__, has_experts=bool(expert_modules(model)))
     experts = [
         f"{path}.{name}"

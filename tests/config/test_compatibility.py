@@ -179,10 +179,12 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([*GRPO, "beta=0.1"], TP, 4, None, None, "method: grpo cannot be combined with tp_size"),
     # rows
     ([], FSDP2, 2, LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "has linear_attention layers, in which packed"),
-    ([], FSDP2, 2, LLAMA | {"model_type": "mpt"}, None, "M: mpt computes attention in its own code and cannot be trained on packed "
-     "documents; set packing: false and attn_implementation: eager"),
+    ([], FSDP2, 2, LLAMA | {"model_type": "bloom"}, None, "M: bloom computes attention in its own code and cannot be trained on packed "
+     "documents; set packing: false and remove attn_implementation"),
     (["packing=false", "attn_implementation=sdpa"], FSDP2, 2, LLAMA | {"model_type": "gptj"}, None, "gptj computes attention in its own"),
-    ([], FSDP2, 2, LLAMA | {"model_type": "nemotron"}, None, "layers of nemotron do not keep documents apart; set packing: false"),
+    (["attn_implementation=flash_attention_2"], FSDP2, 2, LLAMA | {"model_type": "gptj"}, None, "gptj computes attention in its own"),
+    ([], SP, 2, LLAMA | {"model_type": "qwen3_next"}, None, "cp_size, sp_size: not supported for qwen3_next"),
+    ([], SP, 2, LLAMA | {"model_type": "gptj"}, None, "cp_size, sp_size: not supported for gptj"),
     # the family's names
     ([LORA, "lora_target_modules=[q_proj, o_proj]"], FSDP2, 2, LLAMA | {"model_type": "phi3"}, None,
      "lora_target_modules: q_proj: no such linear layer in phi3; it has down_proj, gate_up_proj, o_proj, qkv_proj"),

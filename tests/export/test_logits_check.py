@@ -8,12 +8,12 @@ import torch
 from finetune.errors import UserError
 from finetune.export import logits
 from finetune.export.logits import check_streamed_logits
-from tests.models.families import FAMILIES, HYBRIDS, LEAKY, OTHERS, OWN_ATTENTION, build
+from tests.models.families import FAMILIES, HYBRIDS, MASKED, OTHERS, OWN_ATTENTION, build
 
 DENSE = [family for family in FAMILIES if family != "mixtral"]
 
 
-@pytest.mark.parametrize("family", [*DENSE, *OTHERS, *HYBRIDS, *LEAKY, *OWN_ATTENTION])
+@pytest.mark.parametrize("family", [*DENSE, *OTHERS, *HYBRIDS, *MASKED, *OWN_ATTENTION])
 def test_every_family_can_be_verified(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that need no run as well."""
     monkeypatch.setattr("finetune.export.logits._is_plain", lambda _: False)

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_chat, make_model, make_once
-from tests.models.families import FAMILIES, HYBRIDS, LEAKY, OTHERS, OWN_ATTENTION, build
+from tests.models.families import FAMILIES, HYBRIDS, MASKED, OTHERS, OWN_ATTENTION, build
 from tests.ranks import launch_ranks
 
 SCRIPT = Path(__file__).with_name("load_on_ranks.py")
@@ -51,12 +51,8 @@ def _families(root: Path) -> list[Job]:
 
 def _probed(root: Path) -> list[Job]:
     packed, padded = {"packing": True}, {"packing": False}
-    eager = {"attn_implementation": "eager"}
-    cases = [
-        *((family, packed) for family in (*OTHERS, *HYBRIDS, *LEAKY, *OWN_ATTENTION, "modernbert-decoder")),
-        *((family, padded) for family in (*OTHERS, *LEAKY, "modernbert-decoder")),
-        *((family, padded | eager) for family in (*HYBRIDS, *OWN_ATTENTION)),
-    ]
+    every = (*OTHERS, *HYBRIDS, *MASKED, *OWN_ATTENTION, "modernbert-decoder")
+    cases = [(family, keys) for keys in (packed, padded) for family in every]
     for family in {family for family, _ in cases}:
         build(family).save_pretrained(root / family)
     return [

@@ -65,37 +65,36 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
 }
 MIXER = {"mamba_d_state": 8, "mamba_n_groups": 1}
-# State-space and convolution layers carry a state from one document into the next: they train on padded rows only.
+DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+# State spaces, linear attention and convolutions carry a state from token to token; here beside attention, if the family has it.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "falcon_h1": MIXER | {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12},
-    "qwen3_5_text": {
-        "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "qwen3_5_text": DELTA,
     "mamba2": {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 1},
     "bamba": MIXER | {"attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_d_head": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 64},
-}
-# Attention that does not get the boundaries (dropped on the way), or recurrence that knows none.
-LEAKY: dict[str, dict[str, Any]] = {
-    "nemotron": {},
-    "stablelm": {"partial_rotary_factor": 0.5},
     "rwkv": {"attention_hidden_size": 48},
     "xlstm": {"num_heads": 4, "num_blocks": 2},
 }
-# Attention of their own, which cannot read the mask of ours.
-OWN_ATTENTION: dict[str, dict[str, Any]] = {
-    "bloom": {"n_layer": 2, "n_head": 4},
+# Layers that drop the boundaries of documents on their way to attention, and attention that reads a mask.
+MASKED: dict[str, dict[str, Any]] = {
+    "nemotron": {},
+    "stablelm": {"partial_rotary_factor": 0.5},
     "mpt": {"d_model": 48, "n_layers": 2, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 256},
     "gptj": {"n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     "falcon": {},
     "codegen": {"n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     "xglm": {"d_model": 48, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
 }
+# Attention of their own, which takes no mask of documents.
+OWN_ATTENTION: dict[str, dict[str, Any]] = {"bloom": {"n_layer": 2, "n_head": 4}}
 # RoPE whose frequencies depend on the length of a document, beyond LONG tokens.
 LONG = 7
 LONG_CONTEXT: dict[str, dict[str, Any]] = {
@@ -122,7 +121,7 @@ LONG_CONTEXT: dict[str, dict[str, Any]] = {
         },
     },
 }
-EVERY = FAMILIES | OTHERS | HYBRIDS | LEAKY | OWN_ATTENTION
+EVERY = FAMILIES | OTHERS | HYBRIDS | MASKED | OWN_ATTENTION
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:

@@ -32,7 +32,7 @@ from finetune.export.logits import check_streamed_logits
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from finetune.pretrained_config import load_config, read_facts
-from tests.models.families import EVERY, VOCABULARY, documents, packed, padded, plain_loss
+from tests.models.families import DELTA, EVERY, VOCABULARY, documents, packed, padded, plain_loss
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = ["| `model_type` | `packing: true` | `packing: false` |", "|---|---|---|"]
@@ -89,12 +89,21 @@ SPECIAL: dict[str, dict[str, Any]] = EVERY | {
     "prophetnet": {"num_hidden_layers": DEFAULT, "num_decoder_layers": 2, "num_decoder_attention_heads": 4},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 32], "attention_head_size": 12},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
-    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "head_dim": 24},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "head_dim": 24}
+    | {"initializer_range": 0.1},  # with 0.3 gradients round by more than 1e-5
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    **dict.fromkeys(("olmo_hybrid", "qwen3_next", "qwen3_5_moe_text"), DELTA),
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 5},
 }
 
 

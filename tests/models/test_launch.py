@@ -12,8 +12,8 @@ from tests.ranks import run_python
 
 SLIDING = {"sliding_window": 64}
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # the model_type, its config, the recipe
-    "falcon_h1": ("falcon_h1", HYBRIDS["falcon_h1"], {"packing": False, "attn_implementation": "sdpa"}),
-    "qwen3_5": ("qwen3_5_text", HYBRIDS["qwen3_5_text"], {"packing": False, "attn_implementation": "sdpa"}),
+    "falcon_h1": ("falcon_h1", HYBRIDS["falcon_h1"], {}),
+    "qwen3_5": ("qwen3_5_text", HYBRIDS["qwen3_5_text"], {"packing": False}),
     "gemma3n": ("gemma3n_text", OTHERS["gemma3n_text"] | SLIDING | {"vocab_size_per_layer_input": 262}, {}),
     "gemma4, LoRA": (
         "gemma4_text",

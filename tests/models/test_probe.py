@@ -15,7 +15,7 @@ from finetune.errors import UserError
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from tests.conftest import make_model, slow_but
-from tests.models.families import HYBRIDS, LEAKY, OTHERS, OWN_ATTENTION, build
+from tests.models.families import HYBRIDS, MASKED, OTHERS, OWN_ATTENTION, build
 from tests.ranks import launch_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -40,8 +40,8 @@ HYBRID: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "case",
     [
-        *(f"{family}, packed" for family in OTHERS),
-        *(f"{family}, padded" for family in (*HYBRIDS, *LEAKY, *OWN_ATTENTION)),
+        *(f"{family}, packed" for family in (*OTHERS, *HYBRIDS, *MASKED)),
+        *(f"{family}, padded" for family in (*HYBRIDS, *MASKED, *OWN_ATTENTION)),
     ],
 )
 def test_what_is_let_in_trains_on_the_loss_of_one_document_at_a_time(case: str, loaded: dict[str, Any]) -> None:
@@ -50,25 +50,30 @@ def test_what_is_let_in_trains_on_the_loss_of_one_document_at_a_time(case: str, 
     assert found["loss"] == pytest.approx(found["plain"], rel=1e-6)
 
 
-@pytest.mark.parametrize("family", LEAKY)
-def test_layers_that_do_not_keep_packed_documents_apart_are_refused(family: str, loaded: dict[str, Any]) -> None:
-    error = loaded[f"{family}, packed"]["error"]
-    assert "do not keep documents apart; set packing: false" in error and "\n" not in error
-
-
 @pytest.mark.parametrize("family", OWN_ATTENTION)
 def test_attention_that_is_not_ours_is_refused_in_a_sentence(family: str, loaded: dict[str, Any]) -> None:
     error = loaded[f"{family}, packed"]["error"]
     assert "cannot be trained on packed documents" in error and "\n" not in error
-    assert error.endswith("set packing: false and attn_implementation: eager")
+    assert error.endswith("set packing: false and remove attn_implementation")
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_layers_with_a_state_are_refused_for_packed_rows(family: str, loaded: dict[str, Any]) -> None:
-    assert (
-        "layers, in which packed documents cannot be kept apart; set packing: false"
-        in loaded[f"{family}, packed"]["error"]
+def test_a_state_that_runs_into_the_next_document_is_found(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What keeps documents apart in these layers is taken away."""
+    monkeypatch.setattr("finetune.models.recurrent._read_documents", lambda *_: None)
+    build(family).save_pretrained(tmp_path)
+    recipe, world = (
+        Model(model_name_or_path=str(tmp_path), dtype="float32"),
+        join(Sharding(layout="single", use_cpu=True)),
     )
+    try:
+        model = load_model(recipe, Lora(), 0, world)[0]
+        with pytest.raises(UserError, match=r"do not keep documents apart; set packing: false$"):
+            check_training_forward(model, recipe, Data(packing=True, max_length=64), world)
+    finally:
+        leave(world)
 
 
 def test_a_forward_that_computes_something_else_is_refused(loaded: dict[str, Any]) -> None:

@@ -1,77 +1,75 @@
-"""Hybrids of attention with linear attention, state spaces or convolutions: they train on one document a row, and the run ends
-with an export that is verified; on packed rows they are refused before the first step."""
+"""Hybrids of attention with linear attention, state spaces or convolutions, on packed rows and two ranks: losses and norms are
+those of transformers (and peft) over one document at a time, and what is exported opens there."""
 
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from tests.conftest import make_chat, make_model
-from tests.ranks import run_python
+from finetune.config.families import FAMILIES
+from tests.conftest import make_chat, make_tokenizer, slow_but
+from tests.models import sweep
 from tests.training import reference
 from tests.training.layouts import assert_losses, train_all, write_config
 
-MIXER = {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_head": 16}
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
-    "falcon_h1": MIXER | {"mamba_d_ssm": 64, "mamba_n_heads": 4},
-    "granitemoehybrid": MIXER
-    | {
-        "layer_types": ["mamba", "attention"],
-        "mamba_n_heads": 8,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 32,
-    },
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 128},
-}
+RECURRENT = [name for name, family in FAMILIES.items() if family.recurrence is not None]
+QUICK = ["qwen3_5_text", "falcon_h1", "lfm2"]
+RUNS = {"full": ("full_shard", "packing=true"), "padded": ("ddp", "packing=false"), "lora": ("ddp", "use_peft=true")}
+VERIFIED = re.compile(
+    r"/export: .* verified: every value, and (identical logits|logits within \S+) in a separate process"
+)
 
 
-@pytest.fixture(scope="module")
-def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("hybrids")
-    data, paths = make_chat(folder / "chat.jsonl", rows=12), {}
-    for family, keys in HYBRIDS.items():
-        model = make_model(folder / family / "model", model_type=family, **keys)
-        recipe = {
-            "model_name_or_path": str(model),
-            "datasets": [{"path": str(data)}],
-            "max_length": 64,
-            "packing": False,
-            "attn_implementation": "eager",
-            "global_batch_size": 4,
-            "max_steps": 2,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "output_dir": str(folder / family / "run"),
-        }
-        paths[family] = folder / f"{family}.yaml"
-        paths[family].write_text(yaml.safe_dump(recipe))
-    return paths
+def write(folder: Path, family: str, data: Path) -> Path:
+    """A recipe of a tiny model of the family, whose vocabulary is the tokenizer's."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer, config = make_tokenizer(), sweep.tiny_config(family)
+    config.vocab_size, config.tie_word_embeddings = len(tokenizer), False
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    model = AutoModelForCausalLM.from_config(config)
+    for saved in (model, tokenizer):
+        saved.save_pretrained(folder / family / "model")
+    recipe = {
+        "model_name_or_path": str(folder / family / "model"),
+        "datasets": [{"path": str(data)}],
+        "dataset_cache_dir": str(folder / "cache"),
+        "max_length": 64,
+        "global_batch_size": 4,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+    }
+    path = folder / f"{family}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
 
 
-@pytest.mark.slow
-def test_they_train_unpacked_to_a_verified_export(recipes: dict[str, Path], tmp_path: Path) -> None:
-    config = write_config(tmp_path, "full_shard")
-    printed = train_all(tmp_path, [(recipe, config, []) for recipe in recipes.values()], ranks=2, timeout=500)
-    for family, recipe in recipes.items():
-        run = recipe.parent / family / "run"
-        assert f"{run / 'export'}: " in printed
-        assert_losses(run, reference.train(recipe), norms=1e-4)
-    assert printed.count("verified: every value, and identical logits in a separate process") == len(recipes)
+def find_adapted(folder: Path, family: str) -> list[str]:
+    """The linear layers of a model, but for the head and what has no adapters in its family."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return sorted(names - {"lm_head", "head", *FAMILIES[family].unadaptable})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_packed_rows_are_refused_before_anything_is_lost(family: str, recipes: dict[str, Path], tmp_path: Path) -> None:
-    keys = ["packing=true", f"output_dir={tmp_path / 'run'}", "attn_implementation=auto"]
-    refused = run_python(["finetune/run.py", "--recipe", str(recipes[family]), *keys])
-    assert refused.returncode == 2
-    assert "in which packed documents cannot be kept apart; set packing: false" in refused.stderr
+@pytest.mark.parametrize("family", slow_but(QUICK, RECURRENT))
+def test_they_train_packed_on_two_ranks_to_a_verified_export(family: str, tmp_path: Path) -> None:
+    recipe = write(tmp_path, family, make_chat(tmp_path / "chat.jsonl", rows=24))
+    runs = []
+    for name, (layout, key) in RUNS.items():
+        config = write_config(tmp_path, layout, checkpointing=layout == "full_shard")
+        runs.append((recipe, config, [key, f"output_dir={tmp_path / name}"]))
+    printed = train_all(tmp_path, runs, ranks=2, timeout=500)
+    assert len(VERIFIED.findall(printed)) == len(RUNS), printed
+    assert "lora/adapter: an adapter of" in printed
+    for name, (_, key) in RUNS.items():
+        keys = yaml.safe_load(recipe.read_text()) | {key.partition("=")[0]: key.endswith("true")}
+        if "use_peft" in keys:  # all-linear, by name
+            keys["lora_target_modules"] = find_adapted(tmp_path / family / "model", family)
+        (own := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(keys))
+        assert_losses(tmp_path / name, reference.train(own), norms=1e-4)

@@ -39,7 +39,7 @@ from tests.vision import add_processor, draw_image, make_image_chat, make_vision
 STEPS = 3
 PACKED = (
     *("qwen2_5_vl", "gemma3", "internvl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"),
-    *("llava", "llava_next", "pixtral", "mistral3", "smolvlm"),
+    *("llava", "llava_next", "pixtral", "mistral3", "smolvlm", "qwen3_5", "qwen3_5_moe"),
 )
 # (family, layout, ranks); "-few": most rows have no image
 WANTED = [

@@ -25,7 +25,7 @@ from tests.training.layouts import (
     write_recipe,
 )
 from tests.training.test_preference_layouts import make_pairs
-from tests.vision import FAMILIES, MORE, STATEFUL, image_prompt, make_vision_model, text_prompt
+from tests.vision import FAMILIES, MORE, image_prompt, make_vision_model, text_prompt
 
 STEPS = 3
 LORA: dict[str, Any] = {
@@ -64,7 +64,6 @@ def make_recipes(folder: Path, families: Iterable[str]) -> dict[str, Path]:
             del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
             (model / "config.json").write_text(json.dumps(config))
         steps: dict[str, Any] = {"global_batch_size": 5, "max_steps": STEPS, "save_steps": 1, "packing": True}
-        steps |= {"packing": False, "attn_implementation": "sdpa"} if family in STATEFUL else {}
         paths[family] = write_recipe(folder / f"{family}.yaml", model, data, **steps)
         paths[f"{family}-lora"] = write_recipe(folder / f"{family}-lora.yaml", model, data, **steps | LORA)
         paths[f"{family}-text"] = write_recipe(folder / f"{family}-text.yaml", model, data, **steps, drop_vision=True)

@@ -23,6 +23,7 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask
 
 from finetune.config.compatibility import FLASH_GPUS
+from finetune.config.families import attends_by_mask, find_family
 from finetune.distributed.language_model import language_model_of, trunk_of
 from finetune.distributed.sequence_parallel import take_heads, trade_heads_for_tokens, trade_tokens_for_heads
 from finetune.errors import UserError
@@ -34,6 +35,7 @@ from finetune.models.attention.kernels import (
     find_windows,
     make_masks,
 )
+from finetune.models.recurrent import install_recurrence
 from finetune.models.rotary import install_document_rotary
 
 NAME = "packed"
@@ -61,13 +63,16 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
     `sequence_group`: the ranks that divide a row's tokens between them, only under `auto`; None: each rank has whole
     rows. Raises `UserError` where the implementation is not available.
     """
+    trunk = trunk_of(model)
+    family = find_family(trunk.config.model_type)
+    if implementation == "auto" and _attends_by_mask(trunk):
+        implementation = "sdpa" if trunk._supports_sdpa and family.masks_documents != "here" else "eager"
     if implementation == "auto":
         _activate_fastest_kernels()
     elif implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
         implementation = "auto"
     if implementation == "auto":
         _register()
-    trunk = trunk_of(model)
     try:  # a vision tower keeps its own
         language_model_of(model).set_attn_implementation(NAME if implementation == "auto" else implementation)
     except (ImportError, ValueError) as error:
@@ -76,15 +81,43 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
             f"({str(error).splitlines()[0]}); leave the key out for packed attention that needs no extra package"
         ) from error
     install_document_rotary(model, sequence_group)
+    install_recurrence(model)
     rewrite: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "auto": partial(_prepare_for_packed, find_windows(model), sequence_group),
         "flash_attention_2": _prepare_for_flash,
         "flash_attention_3": _prepare_for_flash,
     }
+    if family.masks_documents == "here":
+        rewrite |= dict.fromkeys(("eager", "sdpa"), _mask_documents)
     # A hook on the trunk, whose every caller passes `use_cache`: False is training.
     trunk.register_forward_pre_hook(
         lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)), with_kwargs=True
     )
+
+    if family.drops_arguments:
+        _hand_down(trunk, "Attention", ("documents", *FLASH_ARGUMENTS))
+    elif family.masks_documents == "here":  # BART's embedding of positions would count the tokens of the row
+        _hand_down(trunk, "PositionalEmbedding", ("position_ids",))
+
+
+def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
+    """Hands the modules whose class is called `kind` what the forward of `trunk` receives under these names."""
+    received: dict[str, Any] = {}
+
+    def receive(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        received.clear()
+        received.update({name: kwargs[name] for name in names if kwargs.get(name) is not None})
+
+    def hand(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "position_ids" not in received:
+            return args, kwargs | received
+        is_counted = "position_ids" in kwargs and len(received["position_ids"]) == 1
+        return args, kwargs | ({"position_ids": received["position_ids"][0]} if is_counted else {})
+
+    trunk.register_forward_pre_hook(receive, with_kwargs=True)
+    for module in trunk.modules():
+        if type(module).__name__.endswith(kind):
+            module.register_forward_pre_hook(hand, with_kwargs=True)
 
 
 def _activate_fastest_kernels() -> None:
@@ -148,12 +181,33 @@ def _split_boundaries(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]
     return others, [kwargs.get(name) for name in BOUNDARIES]
 
 
+FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
 def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs, (boundaries, longest, *_) = _split_boundaries(kwargs)
     if boundaries is None:
         return kwargs
-    names = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
-    return kwargs | names
+    return kwargs | dict(zip(FLASH_ARGUMENTS, (boundaries, boundaries, longest, longest), strict=True))
+
+
+def _attends_by_mask(trunk: Any) -> bool:
+    config = trunk.config
+    is_own = type(trunk).__module__.startswith("transformers.")  # and not that of a model's own code
+    return is_own and attends_by_mask(config.model_type, getattr(config, "layer_types", None) or ())
+
+
+def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """With a mask of all pairs of tokens, for attention that has no other way to know documents."""
+    kwargs, (boundaries, *_) = _split_boundaries(kwargs)
+    if boundaries is None:
+        return kwargs
+    places = kwargs["position_ids"]  # which start anew with each document
+    tokens = torch.arange(places.shape[1], device=places.device)
+    start = tokens - places[0]
+    is_hidden = (tokens[:, None] < tokens) | (start[:, None] != start)
+    mask = torch.zeros(is_hidden.shape, device=places.device).masked_fill(is_hidden, torch.finfo(torch.float32).min)
+    return kwargs | {"attention_mask": mask[None, None]}
 
 
 def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +255,7 @@ def packed_attention(
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise UserError(f"{type(module).__name__} needs {name}; set attn_implementation: eager for this model")
-    options = ScoreOptions(scaling, sliding_window, softcap, dropout, s_aux)
+    options = ScoreOptions(scaling, sliding_window, softcap, dropout, s_aux, _find_chunk(module))
     if attention_mask is None or attention_mask.numel() > 0:
         return attend_with_mask(module, query, key, value, attention_mask, options), None
     # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one type.
@@ -214,6 +268,14 @@ def packed_attention(
             return attend_documents(query, key, value, documents, options).to(dtype), None
         traded: Tensor = _attend_for_heads(query, key, value, documents, options, dtype, sequence_group)
         return traded, None
+
+
+def _find_chunk(attention: Any) -> int | None:
+    """The tokens of a chunk of a document, outside of which this layer sees nothing (Llama 4)."""
+    config = getattr(attention, "config", None)
+    types = getattr(config, "layer_types", None) or ()
+    is_chunked = "chunked_attention" in types and types[attention.layer_idx] == "chunked_attention"
+    return config.attention_chunk_size if config is not None and is_chunked else None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the collectives are no part of a compiled layer

@@ -51,6 +51,7 @@ class ScoreOptions(NamedTuple):
     softcap: float | None = None  # softcap * tanh(scores / softcap)
     dropout: float = 0.0  # of the weights
     sinks: Tensor | None = None  # [heads]: a score that takes its part of the softmax and gives no value (gpt-oss)
+    chunk: int | None = None  # tokens into which a document is cut, none of which sees those of another (Llama 4)
 
     @property
     def is_fusible(self) -> bool:
@@ -194,6 +195,13 @@ def attend_documents(
 ) -> Tensor:
     """Causal attention in each document. query: [rows, heads, tokens, head size] -> [rows, tokens, heads, head
     size]."""
+    chunk, options = options.chunk, options._replace(chunk=None)
+    if chunk is not None and chunk < (documents.longest or query.shape[2]):
+        if documents.boundaries is not None:
+            documents = cut_documents(documents, chunk)
+        else:
+            parts = zip(*(torch.split(each, chunk, dim=2) for each in (query, key, value)), strict=True)
+            return torch.cat([attend_documents(q, k, v, documents, options) for q, k, v in parts], dim=1)
     if documents.images is None and _can_use_varlen(query, value, options):
         return _attend_varlen(query, key, value, documents.boundaries, documents.longest, options)
     mask = documents.masks.get(options.window)
@@ -203,6 +211,16 @@ def attend_documents(
         return _attend_causally(query, key, value, options, documents.images).transpose(1, 2)
     out: Tensor = _attend_each_document(query, key, value, documents, options)
     return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as below
+def cut_documents(documents: RowDocuments, chunk: int) -> RowDocuments:
+    """Those of a packed row, each cut into chunks of so many tokens."""
+    assert documents.boundaries is not None
+    lengths = documents.lengths or documents.boundaries.diff().tolist()
+    pieces = tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
+    boundaries = torch.tensor((0, *pieces), device=documents.boundaries.device).cumsum(0).to(torch.int32)
+    return RowDocuments(boundaries, chunk, pieces)
 
 
 def _can_use_varlen(query: Tensor, value: Tensor, options: ScoreOptions) -> bool:

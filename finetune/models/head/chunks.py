@@ -87,13 +87,14 @@ class LogitTransform(NamedTuple):
 
     @classmethod
     def from_config(cls, config: Any) -> "LogitTransform":
-        """From a transformers config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2 and xLSTM
-        cap."""
+        """From a transformers config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2,
+        RecurrentGemma and xLSTM cap."""
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
         scaling = getattr(text, "logits_scaling", None) or 1.0  # one key, two meanings
         scale *= scaling if find_family(text.model_type).multiplies_logits else 1 / scaling
-        softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "output_logit_soft_cap", None)
+        softcaps = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+        softcap = next((cap for name in softcaps if (cap := getattr(text, name, None))), None)
         return cls(scale, softcap)
 
     def forward(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -167,7 +167,7 @@ class Routing:
     def _see(self, layer: int, index: int, _router: nn.Module, _inputs: Any, output: Any) -> None:
         if not self._is_open:
             return
-        logits = (output if isinstance(output, tuple) else (output,))[index].reshape(-1, self.experts)
+        logits = (output if isinstance(output, tuple) else (output,))[index].flatten(0, -2)
         if self.coefficient:
             self._logits[layer] = logits
         if self._is_counted:
@@ -181,7 +181,8 @@ class Routing:
         ones = torch.ones(chosen.shape, device=chosen.device)
         if self._mask is not None:
             ones = ones * self._mask[:, None]
-        return torch.zeros(self.experts, device=chosen.device).scatter_add_(0, chosen.flatten(), ones.flatten())
+        counts = torch.zeros(self.experts + 1, device=chosen.device)  # the last: none of them (Zaya)
+        return counts.scatter_add_(0, chosen.flatten(), ones.flatten())[:-1]
 
     def selected(self) -> Tensor:
         """Tokens for each expert in the last forward, over all layers, by their probabilities alone:

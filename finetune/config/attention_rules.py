@@ -1,0 +1,89 @@
+"""The rules on a model's layers across tokens: which keep packed documents apart, and which can be divided over ranks.
+Imports no torch."""
+
+from finetune.config.facts import Case, Rule
+from finetune.config.families import (
+    PACKED_LAYER_TYPES,
+    attends_by_mask,
+    has_own_attention,
+    has_unknown_layers,
+    read_family_source,
+)
+from finetune.config.model_rules import list_divisors, model_layout_rule, model_rule
+
+
+def _count_local_heads(case: Case) -> int:
+    """Attention heads that a rank of a tensor parallel group has of a token."""
+    is_whole = case.model.family.tensor_parallel == "products"
+    return case.model.heads // (1 if is_whole else case.layout.tensor_parallel_size)
+
+
+def _describe_local_heads(case: Case) -> str:
+    local, tensors = _count_local_heads(case), case.layout.tensor_parallel_size
+    left = f", of which tp_size {tensors} leaves {local} on a rank" if local != case.model.heads else ""
+    return (
+        f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention heads, but the model has "
+        f"{case.model.heads}{left}"
+    )
+
+
+def _has_unfit_attention(case: Case) -> bool:
+    """Whether the family computes attention in its own code, and the recipe asks for what that does not do."""
+    family, keys, traits = case.model.model_type, case.recipe.model, case.model.family
+    by_mask = traits.masks_documents is not None
+    is_other = not by_mask and (traits.recurrence is not None or not has_own_attention(family))
+    if keys.trust_remote_code or is_other:
+        return False
+    kind = keys.attn_implementation
+    supports = f"_supports_{kind.rpartition('_2')[0] or kind} = True"
+    is_its_own = kind in ("auto", "eager") or supports in read_family_source(family)
+    is_packed = by_mask and kind in ("auto", "eager", "sdpa")
+    return not is_its_own or (case.recipe.data.packing and not is_packed)
+
+
+def _has_unknown_layers(case: Case) -> bool:
+    return has_unknown_layers(case.model.model_type, case.model.layer_types)
+
+
+def _attends_by_mask(case: Case) -> bool:
+    is_own = not case.recipe.model.trust_remote_code
+    return is_own and attends_by_mask(case.model.model_type, case.model.layer_types)
+
+
+RULES: tuple[Rule, ...] = (
+    model_layout_rule(
+        "heads under sequence parallelism", "cp_size", "sp_size",
+        when=lambda c: _count_local_heads(c) % c.layout.sequence_parallel_size, message=_describe_local_heads,
+        advice=lambda c: f"set it to {list_divisors(_count_local_heads(c), 1)}",
+        fix={"cp_size": 1}, of_teacher=True,
+    ),
+    model_layout_rule(
+        "layers under sequence parallelism", "cp_size", "sp_size",
+        when=lambda c: c.layout.sequence_parallel_size > 1 and (c.model.family.recurrence or _attends_by_mask(c)),
+        message="cp_size, sp_size: not supported for {model.model_type}, the family of {name}, whose layers need the "
+        "whole row on a rank",
+        fix={"cp_size": 1}, of_teacher=True,
+    ),
+    model_rule(
+        "layers with a state", "packing", "model_name_or_path",
+        when=lambda c: c["packing"] and _has_unknown_layers(c),
+        message=lambda c: f"{c.name}: {c.model.model_type} has "
+        f"{', '.join(sorted(c.model.layer_types - PACKED_LAYER_TYPES))} layers, in which packed documents cannot be "
+        "kept apart",
+        fix={"packing": False}, of_teacher=True,
+    ),
+    model_rule(
+        "attention of its own", "attn_implementation", "packing", "model_name_or_path", when=_has_unfit_attention,
+        message="{name}: {model.model_type} computes attention in its own code and cannot be trained on packed "
+        "documents",
+        advice="set packing: false and remove attn_implementation",
+        fix={"packing": False, "attn_implementation": "auto"}, of_teacher=True,
+    ),
+    model_rule(
+        "attention over a mask", "attn_implementation", "model_name_or_path",
+        when=lambda c: c["attn_implementation"] == "auto" and _attends_by_mask(c),
+        message="{name}: the attention of {model.model_type} reads a mask of all pairs of tokens; transformers' own is "
+        "used, whose memory grows with the square of a row",
+        is_note=True, of_teacher=True,
+    ),
+)  # fmt: skip
