@@ -50,6 +50,24 @@ def _attends_by_mask(case: Case) -> bool:
     return is_own and attends_by_mask(case.model.model_type, case.model.layer_types)
 
 
+def _lacks_kernels(case: Case) -> bool:
+    """Whether a GPU computes one document of a packed row after the other, which it need not."""
+    recurrence = case.model.family.recurrence
+    is_slow = recurrence is not None and case.machine.device == "cuda" and case.recipe.data.packing
+    return is_slow and not all(map(case.machine.has_package, recurrence.packages if recurrence else ()))
+
+
+def _describe_kernels(case: Case) -> str:
+    packages = case.model.family.recurrence.packages if case.model.family.recurrence else ()
+    names = " ".join(DISTRIBUTIONS[package] for package in packages if not case.machine.has_package(package))
+    return (
+        f"{case.name}: without {names.replace(' ', ' and ')} the layers of {case.model.model_type} that carry a state "
+        f"run over one document after the other, by slow reference code; pip install {names}"
+    )
+
+
+# A package as it is imported -> as it is installed.
+DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 RULES: tuple[Rule, ...] = (
     model_layout_rule(
         "heads under sequence parallelism", "cp_size", "sp_size",
@@ -85,5 +103,9 @@ RULES: tuple[Rule, ...] = (
         message="{name}: the attention of {model.model_type} reads a mask of all pairs of tokens; transformers' own is "
         "used, whose memory grows with the square of a row",
         is_note=True, of_teacher=True,
+    ),
+    Rule(
+        name="kernels of layers with a state", keys=("model_name_or_path",), needs=("model", "machine"),
+        when=_lacks_kernels, message=_describe_kernels, is_note=True, of_teacher=True,
     ),
 )  # fmt: skip

@@ -25,6 +25,7 @@ from finetune.distributed.parallelize import reshard, unwrap
 from finetune.distributed.sequence_parallel import gather_tokens
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.models.recurrent import recurrent_modules
 
 # Tokens of a document, of a second one, and of a third, which repeats the beginning of the first.
 DOCUMENT, OTHER, REPEATED = 8, 5, 6
@@ -181,6 +182,8 @@ def _evaluated(model: nn.Module, compiled: bool) -> Iterator[None]:
     """Without dropout and gradients, and eager: graphs for these sizes would be of no use."""
     training = model.training
     model.eval()
+    for module in recurrent_modules(unwrap(model)):
+        module.train()  # Mamba has another kernel for it; none of these has dropout
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield

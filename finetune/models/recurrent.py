@@ -42,9 +42,16 @@ def install_recurrence(model: Any) -> None:
     has_kernels = bool(recurrence.packages) and all(map(importlib.util.find_spec, recurrence.packages))
     arguments = recurrence.arguments if has_kernels else ()
     trunk.register_forward_pre_hook(partial(_read_documents, current, arguments), with_kwargs=True)
-    for module in trunk.modules():
-        if type(module).__name__.endswith(recurrence.modules):
-            module.forward = MethodType(partial(_run, type(module).forward, current), module)
+    for module in recurrent_modules(model):
+        module.forward = MethodType(partial(_run, type(module).forward, current), module)
+
+
+def recurrent_modules(model: Any) -> list[nn.Module]:
+    """Those of a model that carry a state from token to token."""
+    trunk = trunk_of(model)
+    recurrence = find_family(trunk.config.model_type).recurrence
+    ends = () if recurrence is None else recurrence.modules
+    return [module for module in trunk.modules() if type(module).__name__.endswith(ends)]
 
 
 def _read_documents(
