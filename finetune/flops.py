@@ -46,7 +46,6 @@ PEAK_FLOPS = {
     "MI250X": 191e12,
 }
 FP8_SPEEDUP = 2  # of the dense peak, on every device above that multiplies in FP8
-WITHOUT_SCORES = {"linear_attention", "mamba", "conv", "moe", "mlp"}  # layers, as layer_types names them
 FORMULA = "6N + 12LHQT, 4N for LoRA"
 
 
@@ -100,7 +99,9 @@ def flop_per_token_of(config: Any, *, parameters: int, length: float, frozen: in
 def _count_attention_layers(config: Any) -> int:
     """Those that compare tokens with each other: neither states nor convolutions do, whose products are small."""
     kinds = getattr(config, "layer_types", None)
-    return config.num_hidden_layers if kinds is None else sum(kind not in WITHOUT_SCORES for kind in kinds)
+    if kinds is None:
+        return int(config.num_hidden_layers)
+    return sum("linear" not in kind and ("attention" in kind or "hybrid" in kind) for kind in kinds)
 
 
 def _read_head_size(config: Any) -> float:

@@ -186,7 +186,7 @@ def _plan_files(
 
     for name, box in target.files.items():
         first, parameters = box.parts[0].name, {part.name for part in box.parts}
-        if box.parts == Box.whole(first, box.shape).parts:
+        if box.parts == Box.whole(first, target.shapes[first]).parts:
             yield replace(planned[first], name=name)
         elif parameters & source.quantized.keys() or any(
             updates[parameter].needs_whole_rows for parameter in parameters & updates.keys()

@@ -1,5 +1,6 @@
-"""Layers that carry a state from token to token (linear attention, Mamba, convolutions) over packed rows: the state
-starts anew with each document.
+"""Layers that carry a state from token to token, over packed rows: the state starts again with each document.
+
+Linear attention, Mamba, RWKV, xLSTM and short convolutions are such layers.
 
 With the kernels' packages installed, transformers' own modules take the boundaries of all documents at once. Without
 them, and in families whose modules would ignore the boundaries, a module runs over one document after the other.

@@ -202,7 +202,7 @@ def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs, (boundaries, *_) = _split_boundaries(kwargs)
     if boundaries is None:
         return kwargs
-    places = kwargs["position_ids"]  # which start anew with each document
+    places = kwargs["position_ids"]  # which start again with each document
     tokens = torch.arange(places.shape[1], device=places.device)
     start = tokens - places[0]
     is_hidden = (tokens[:, None] < tokens) | (start[:, None] != start)
