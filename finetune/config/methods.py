@@ -99,7 +99,7 @@ METHODS: Mapping[str, MethodFacts] = {
 }
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows == "pairs")
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
-TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher)
+TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher and not facts.samples)
 if TYPE_CHECKING:
     MethodName = str
     LossName = str

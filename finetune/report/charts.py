@@ -97,7 +97,8 @@ def format_compact(value: float) -> str:
 
 
 BOX = 1000
-ROWS = {"pairs": "pair", "ratings": "rated answer"}  # what the loss of a preference method is averaged over
+# What the loss of a method that compares, or samples, is averaged over.
+ROWS = {"pairs": "pair", "ratings": "rated answer", "prompts": "token or completion"}
 COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")  # of the PNG; page.css's by light
 
 
@@ -159,6 +160,7 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         _make_chart("kl", *_name_kl(runs), _loss_lines(runs, "kl"), zero=True),
         _make_chart("cross_entropy", "Cross entropy", "nats per trained token, of the labels; points: held-out", _loss_lines(runs, "cross_entropy"), zero=True),
         *_preference_charts(runs),
+        *_online_charts(runs),
         _make_chart("learning_rate", "Learning rate", "", _make_lines(runs, "learning_rate"), zero=True),
         _make_chart("grad_norm", "Gradient norm", "before clipping", _smooth_lines(runs, "grad_norm"), zero=True),
         _make_chart("tokens_per_second", "Tokens per second", "all ranks, padding not counted", _make_lines(runs, "tokens_per_second"), zero=True),
@@ -232,8 +234,23 @@ def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
     ]  # fmt: skip
 
 
+def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
+    """What training by rewards shows beside the loss; points: held-out."""
+    whole = "all where the model that samples is the one that learns"
+    return [
+        _make_chart("reward", "Reward", "mean of the step's completions; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs, "reward")),
+        _make_chart("groups_without_signal", "Groups without signal", "% of the prompts whose completions all got the same reward", _make_lines(runs, "frac_reward_zero_std", lambda v: 100 * v), zero=True),
+        _make_chart("completion_length", "Length of completions", "tokens; points: held-out", _loss_lines(runs, "completions/mean_length"), zero=True),
+        _make_chart("entropy", "Entropy", "nats a token, of what was sampled from", _make_lines(runs, "entropy"), zero=True),
+        _make_chart("log_ratio", "Largest raw log-ratio", "of a token between sampler and trainer: 0 in theory", _make_lines(runs, "log_ratio/max"), zero=True),
+        _make_chart("sample_size", "Effective sample size", f"% of the tokens; {whole}", _make_lines(runs, "ratio/effective_sample_size", lambda v: 100 * v)),
+    ]  # fmt: skip
+
+
 def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
     """The title and the note of the plot of `kl`, logged by distillation and by methods that learn from ratings."""
+    if any(METHODS[run.method].samples for run in runs):
+        return "KL divergence", "a token, from the reference or the teacher, estimated on what was sampled"
     rated = next((run.method for run in runs if METHODS[run.method].rows == "ratings"), None)
     if rated is None:
         return "Divergence from the teacher", "nats per trained token; points: held-out"

@@ -125,6 +125,7 @@ def _describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str]) -> 
         "diverged": find_divergence(losses_of(run.lines)),
         "questions": _pair_answers(questions),
         "prompts": _pair_answers(asked),
+        "sampled": _page_completions(run.completions),
         "benchmarks": benchmark_table(run.benchmarks) if run.benchmarks else None,
         "benchmarks_note": describe_models(run.benchmarks),
         "findings": findings,
@@ -177,6 +178,11 @@ def _describe_trained(recipe: Mapping[str, Any]) -> str:
 
 def _make_tiles(run: RunRecord) -> Iterator[Tile]:
     yield Tile("Steps", f"{run.last('step') or 0:,}", f"{run.last('epoch'):.2f} epochs" if run.last("epoch") else "")
+    if run.last("reward") is not None:
+        yield Tile("Reward", format_compact(run.last("reward")), f"from {format_compact(run.first('reward'))}")
+    if run.last("eval_reward") is not None:
+        first = f"from {format_compact(run.first('eval_reward'))}"
+        yield Tile("Held-out reward", format_compact(run.last("eval_reward")), first)
     for key, name in (("loss", "Training loss"), ("eval_loss", "Held-out loss")):
         if run.last(key) is not None:
             yield Tile(name, f"{run.last(key):.4f}", f"from {run.first(key):.4f}")
@@ -225,6 +231,25 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
     notes = [f"at steps {steps[0]} and {steps[-1]}"] if len(steps) > 1 else []
     notes += [f"the first {len(shown)} of {len(by_prompt)}"] if hidden > 0 else []
     return shown, "; ".join(notes)
+
+
+def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, str]]]]:
+    """(step, its completions) of at most MAX_SAMPLES steps, from the first to the last."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        by_step.setdefault(line.get("step", 0), []).append(line)
+    steps = sorted(by_step)
+    last = len(steps) - 1
+    shown = sorted({round(i * last / max(1, MAX_SAMPLES - 1)) for i in range(MAX_SAMPLES)}) if steps else []
+    return [(steps[i], [_describe_completion(line) for line in by_step[steps[i]]]) for i in shown]
+
+
+def _describe_completion(line: Mapping[str, Any]) -> dict[str, str]:
+    rewards = ((name, value) for name, value in (line.get("rewards") or {}).items())
+    said = ", ".join(f"{name} {'–' if value is None else _format_number(value)}" for name, value in rewards)
+    advantage = line.get("advantage")
+    texts = {key: str(line.get(key, "")) for key in ("prompt", "completion", "ended")}
+    return texts | {"rewards": said, "advantage": "" if advantage is None else f"{advantage:+.2f}"}
 
 
 def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:

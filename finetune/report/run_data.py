@@ -26,9 +26,10 @@ from finetune.plan.plan import Plan, make_plan
 from finetune.units import disk_size
 
 METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
+COMPLETIONS = "completions.jsonl"
 RECIPE, SHARDING, ENVIRONMENT = "recipe.yaml", "accelerate.yaml", "environment.json"
 # Beside the checkpoints' manifests.
-REPORTED_FILES = (METRICS, SAMPLES, DATA_REPORT, RECIPE, SHARDING, ENVIRONMENT, BENCHMARKS)
+REPORTED_FILES = (METRICS, SAMPLES, COMPLETIONS, DATA_REPORT, RECIPE, SHARDING, ENVIRONMENT, BENCHMARKS)
 CHANGED = "the file was changed after the run wrote it"
 
 # What the page computes with, by the kind that it needs: a type, a mapping of keys, or a list of one kind.
@@ -39,6 +40,7 @@ OF_METRICS = dict.fromkeys(("step", "tokens", "trained_tokens", "peak_memory_byt
 OF_RECIPE = {"model_config": {}, "model_name_or_path": str}
 OF_ENVIRONMENT = {"ranks": int}
 OF_SAMPLE = {"step": int}
+OF_COMPLETION = {"step": int, "rewards": {}, "advantage": NUMBER}
 OF_SOURCE = dict.fromkeys(
     ("rows_read", "rows_skipped", "examples", "pairs", "tokens", "trained_tokens", "overlong", "duplicates"), int
 )
@@ -61,6 +63,7 @@ class RunRecord:
     environment: dict[str, Any]
     data_report: dict[str, Any]
     samples: tuple[dict[str, Any], ...]
+    completions: tuple[dict[str, Any], ...]  # of completions.jsonl
     checkpoints: tuple[dict[str, Any], ...]  # published ones, by their manifests: name, step, size, files
     benchmarks: tuple[BenchmarkResult, ...]
 
@@ -119,6 +122,7 @@ def read_run(folder: Path) -> RunRecord:
         environment=_keep_kinds(_read_mapping(folder / ENVIRONMENT), OF_ENVIRONMENT),
         data_report=_keep_kinds(_read_mapping(folder / DATA_REPORT), OF_DATA_REPORT),
         samples=tuple(_keep_kinds(line, OF_SAMPLE) for line in _read_json_lines(folder / SAMPLES)),
+        completions=tuple(_keep_kinds(line, OF_COMPLETION) for line in _read_json_lines(folder / COMPLETIONS)),
         checkpoints=tuple(_read_checkpoints(folder / "checkpoints")),
         benchmarks=tuple(read_benchmarks(folder)),
     )

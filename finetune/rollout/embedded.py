@@ -7,11 +7,52 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from finetune.distributed.parallelize import keep_gathered, unwrap
 from finetune.distributed.world import World
 from finetune.pretrained_config import text_config_of
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+
+
+class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """The keys and values of a layer, in memory reserved once: transformers' own copies them for each token."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+        self._reserved: list[Tensor] = []  # of keys and values, [rows, heads, tokens, head size]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Adds tokens; returns the keys and values of all so far."""
+        first = self.get_seq_length()
+        end = first + key_states.shape[2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._reserved = [self._reserve(states, states.shape[0]) for states in (key_states, value_states)]
+        for reserved, states in zip(self._reserved, (key_states, value_states), strict=True):
+            reserved[:, :, first:end] = states
+        self.keys, self.values = (reserved[:, :, :end] for reserved in self._reserved)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keeps the rows `beam_idx`, in that order; one may come more than once."""
+        length = self.get_seq_length()
+        kept = [self._reserve(reserved, len(beam_idx)) for reserved in self._reserved]
+        for new, reserved in zip(kept, self._reserved, strict=True):
+            new[:, :, :length] = reserved[beam_idx, :, :length]
+        self._reserved = kept
+        self.keys, self.values = (reserved[:, :, :length] for reserved in kept)
+
+    def _reserve(self, like: Tensor, rows: int) -> Tensor:
+        return like.new_empty(rows, like.shape[1], self._tokens, like.shape[3])
+
+
+def make_cache(config: Any, tokens: int) -> DynamicCache:
+    """A model's cache for rows of up to `tokens` tokens; layers with a window or a state stay transformers' own."""
+    cache = DynamicCache(config=config)
+    cache.layers = [ReservedLayer(tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 class EmbeddedEngine:
@@ -39,7 +80,8 @@ class EmbeddedEngine:
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         transformer: Any = unwrap(self._model)
         device, most = self._world.device, sampling.max_tokens
-        cache = DynamicCache(config=text_config_of(transformer.config))
+        longest = max(len(request.prompt_ids) for request in requests)
+        cache = make_cache(text_config_of(transformer.config), longest + most)
         mask, logits = self._read_prompts(transformer, cache, requests)
         uniforms = torch.from_numpy(np.stack([request.draw_uniforms(most) for request in requests])).to(device)
         tokens = torch.zeros(len(requests), most, dtype=torch.int64, device=device)

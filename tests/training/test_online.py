@@ -1,6 +1,7 @@
 """Sampling, rewards and the step through the whole command: the same completions and losses in every layout, the ratio of one,
 and a plain loop's loss and gradient."""
 
+import html
 import json
 import signal
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import make_chat, make_model, slow_but
-from tests.ranks import launch_ranks
+from tests.ranks import launch_ranks, run_python
 from tests.training import online_papers
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config
 
@@ -223,3 +224,17 @@ def test_a_run_that_is_killed_anywhere_samples_the_same_again(
     assert [line["token_ids"] for line in lines_of(run)] == [
         line["token_ids"] for line in lines_of(runs(1, "single", "packed"))
     ]
+
+
+def test_the_report_shows_what_was_sampled_and_its_rewards(runs: Callable[..., Path], tmp_path: Path) -> None:
+    run = runs(1, "single", "packed")
+    done = run_python(["-m", "finetune", "report", str(run), "--output", str(tmp_path / "report.html")])
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "report.html").read_text()
+    for title in ("Reward", "Groups without signal", "Length of completions", "Entropy", "Largest raw log-ratio"):
+        assert f">{title}<" in page or f"{title} <" in page, title
+    assert (
+        page.count("<summary>step ") == STEPS
+        and "even 0." in page
+        and html.escape(lines_of(run)[0]["completion"]) in page
+    )
