@@ -128,15 +128,18 @@ def _find_commands(
     source: Source, target: TargetModel, weights: Weights, options: ExportOptions, output: Path
 ) -> dict[str, str]:
     """The commands that use what was written, by the program."""
-    if weights.adapter is not None and not weights.model:
-        return use_adapter(output, source.base_model, source.adapter.config if source.adapter is not None else {})
+    files = sorted(output.glob("*.gguf"))
+    of_files = use_gguf(files[0], is_adapter=not weights.model) if files else {}
+    if not weights.model:
+        is_peft = "safetensors" in options.formats and source.adapter is not None
+        of_folder = use_adapter(output, source.base_model, source.adapter.config) if is_peft and source.adapter else {}
+        return of_folder | of_files
     commands = dict[str, str]()
     if "safetensors" in options.formats:
         commands |= use_model(
             output, has_template=has_chat_template(source.description), is_vision_language=bool(target.beside)
         )
-    files = sorted(output.glob("*.gguf"))
-    return commands | (use_gguf(files[0]) if files else {})
+    return commands | of_files
 
 
 def _check_output_is_apart(source: Source, output: Path) -> None:

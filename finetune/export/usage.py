@@ -35,8 +35,10 @@ def use_adapter(folder: Path, base: str | None, config: Mapping[str, Any]) -> di
     return commands | {"vLLM": shlex.join(serve)}
 
 
-def use_gguf(file: Path) -> dict[str, str]:
-    """The commands that use a GGUF file."""
+def use_gguf(file: Path, *, is_adapter: bool = False) -> dict[str, str]:
+    """The commands that use a GGUF file; those of an adapter name the file of its base BASE.gguf."""
+    if is_adapter:
+        return {"llama.cpp": f"llama-server -m BASE.gguf --lora {shlex.quote(str(file))}"}
     name = file.stem.lower()
     made = f"echo {shlex.quote(f'FROM {file}')} > Modelfile && ollama create {shlex.quote(name)} -f Modelfile"
     return {"llama.cpp": f"llama-server -m {shlex.quote(str(file))}", "Ollama": made}

@@ -207,6 +207,18 @@ def test_a_named_pre_tokenizer_is_taken_where_none_is_known(tiny_llama: MakeMode
     assert field.contents() == "gpt-2"
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"), [({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "lm_head")]
+)
+def test_an_adapter_that_llama_cpp_would_apply_otherwise_is_refused(
+    keys: Any, said: str, tiny_llama: MakeModel, tmp_path: Path, capsys: Any
+) -> None:
+    adapter = make_adapter(tiny_llama(), tmp_path / "adapter", **keys)
+    assert export(adapter, tmp_path / "out", "--adapter-only") == 2
+    assert f"{said}" in (error := capsys.readouterr().err) and "llama.cpp has no adapter of this kind" in error
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 @needs_llama_cpp
 @pytest.mark.parametrize("name", FAMILIES)
@@ -337,6 +349,54 @@ def test_a_run_is_exported_as_gguf(keys: Any, tiny_recipe: MakeModel, tmp_path: 
     assert export(tmp_path / "run", tmp_path / "out", "--gguf-type", "f32") == 0, capsys.readouterr().err
     assert "under llama.cpp the same tokens, and logits within" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "out-F32.gguf"]
+
+
+PATTERNS = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 3}, "use_rslora": True}
+
+
+def make_adapter(model: Path, folder: Path, **keys: Any) -> Path:
+    """A PEFT folder of LoRA on every linear layer, of random factors."""
+    from peft import LoraConfig, get_peft_model
+
+    keys = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]} | keys
+    torch.manual_seed(1)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**keys))
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+@pytest.mark.parametrize("keys", [{}, PATTERNS], ids=["plain", "patterns"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_llama_cpp_applies_the_adapter_as_peft_does(
+    name: str, keys: Any, shared: Path, tmp_path: Path, capsys: Any
+) -> None:
+    import llama_cpp
+    from peft import PeftModel
+
+    base = make_gguf_model(tmp_path / "base", name, shared)
+    adapter = make_adapter(base, tmp_path / "adapter", **keys)
+    assert export(base, tmp_path / "base-gguf") == 0
+    assert export(adapter, tmp_path / "out", "--adapter-only") == 0, capsys.readouterr().err
+    assert "llama-server -m BASE.gguf --lora" in (said := capsys.readouterr().out), said
+    f32 = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    paths = {"model_path": str(next((tmp_path / "base-gguf").glob("*.gguf")))}
+    paths["lora_path"] = str(next((tmp_path / "out").glob("*.gguf")))
+    llama = llama_cpp.Llama(**paths, n_ctx=64, n_threads=1, verbose=False, logits_all=True, **f32)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    ids = torch.arange(16)[None] * 7 % 512
+    with torch.no_grad():
+        expected = model(ids).logits[0]
+        with model.disable_adapter():
+            plain = model(ids).logits[0]
+    llama.eval(ids[0].tolist())
+    theirs = torch.from_numpy(np.array(llama.scores[:16]))
+    assert (theirs - expected).norm() / expected.norm() < 1e-4
+    assert (plain - expected).norm() / expected.norm() > 0.1  # the adapter changes much
 
 
 @pytest.mark.slow

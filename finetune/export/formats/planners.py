@@ -30,10 +30,20 @@ class PlannedFormat(Protocol):
 Planner = Callable[[Source, TargetModel, Weights, ExportOptions, str, Callable[[str], object]], PlannedFormat]
 
 
-def _plan_gguf(*given: object) -> PlannedFormat:
-    from finetune.export.formats.gguf_export import plan_gguf  # needs a package that may be missing
+def _plan_gguf(
+    source: Source,
+    target: TargetModel,
+    weights: Weights,
+    options: ExportOptions,
+    title: str,
+    log: Callable[[str], object],
+) -> PlannedFormat:
+    from finetune.export.formats.gguf_adapter import plan_adapter  # needs a package that may be missing
+    from finetune.export.formats.gguf_export import plan_gguf
 
-    return plan_gguf(*given)  # type: ignore[arg-type]
+    if not options.model:
+        return plan_adapter(source, target, options, title)
+    return plan_gguf(source, target, weights, options, title, log)
 
 
 PLANNERS: Mapping[str, Planner] = {"gguf": _plan_gguf}
