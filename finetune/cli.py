@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "finetune.export.cli:export_command",
     "chat": "finetune.inference.cli:chat_command",
     "evaluate": "finetune.inference.cli:evaluate_command",
+    "serve-check": "finetune.inference.serve_check:serve_check_command",
     "report": "finetune.report.cli:report_command",
     "checkpoints": "finetune.checkpoint.cli:checkpoints_command",
     "convert": "finetune.convert:convert_command",
@@ -190,6 +191,7 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
 
     _add_chat(subcommands)
     _add_evaluate(subcommands)
+    _add_serve_check(subcommands)
 
     report = _add(subcommands, "report", "write an HTML file on one run, or on several side by side")
     _take(report, "runs", "RUN", "a run's folder", nargs="+")
@@ -250,6 +252,21 @@ def _add_evaluate(subcommands: "Subcommands") -> None:
     _flag(evaluate, "--no-compare", "do not measure the base model", clears="compare")
     _take(evaluate, "--output", "FILE", "also write the results to this JSON file")
     _add_model_options(evaluate)
+
+
+def _add_serve_check(subcommands: "Subcommands") -> None:
+    check = _add(subcommands, "serve-check", "compare a server's answers with those of transformers")
+    _take(check, "source", "RUN_OR_FOLDER", "as for chat: what transformers answers with, and vLLM serves")
+    _take(
+        check, "--server", "S", "llama.cpp or vllm, which is started; ollama or a URL, which is running", required=True
+    )
+    _take(check, "--gguf", "FILE", "what llama.cpp serves (default: the first in the folder)")
+    _take(check, "--served-model", "NAME", "what a running server calls the model (default: its only one)")
+    _take(check, "--prompts", "FILE", "rows or lines, as for chat (default: the run's held-out rows)")
+    _take(check, "--count", "N", "prompts to ask (default: 8)", type=int, default=8)
+    _take(check, "--max-new-tokens", "N", "of an answer (default: 32)", type=int, default=32)
+    _take(check, "--base-model", "MODEL", "the base model, where it is not named or has moved: a folder or hub name")
+    _flag(check, "--trust-remote-code", "run the model's own code")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:

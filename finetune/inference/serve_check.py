@@ -1,0 +1,146 @@
+"""`finetune serve-check`: what a server answers to held-out prompts, beside what transformers answers."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config.yaml_file import find_yaml
+from finetune.data.formats import Conversation
+from finetune.errors import UserError
+from finetune.inference.answers import encode_prompt, end_ids
+from finetune.inference.find_model import ModelReference, find_model
+from finetune.inference.inference_model import InferenceModel, LoadOptions, load_model
+from finetune.inference.prompts import read_prompts
+from finetune.inference.servers import Server, open_server
+
+EXIT_DIFFERS = 1
+# Two tokens whose log-probabilities are this near are a coin's toss: rounding decides between them.
+NEAR_TIE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What transformers answers, greedily."""
+
+    prompt: str  # as it is sent, without a bos that the server adds
+    tokens: list[int]
+    text: str
+    logprobs: list[float]  # of each token
+    leads: list[float]  # of each token's over the second best
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt. Returned by `compare`."""
+
+    line: str
+    is_same: bool
+    difference: float  # the largest of the log-probabilities, over the tokens that are the same; nan: not given
+
+
+def serve_check_command(arguments: argparse.Namespace) -> int:
+    """Compares the server's answers with transformers'. Returns 0, or 1 where they part."""
+    if arguments.max_new_tokens < 1 or arguments.count < 1:
+        raise UserError("--max-new-tokens, --count: 1 or more is expected")
+    reference = find_model(arguments.source)
+    prompts = list(islice(_read_prompts(reference, arguments.prompts), arguments.count))
+    if not prompts:
+        raise UserError(f"{arguments.prompts or reference.name}: holds no prompt")
+    folder = Path(reference.name)
+    gguf = Path(arguments.gguf) if arguments.gguf else next(iter(sorted(folder.glob("*.gguf"))), None)
+    if gguf is not None and not gguf.is_file():
+        raise UserError(f"--gguf: {gguf}: no such file")
+    with open_server(arguments.server, folder, gguf, arguments.served_model, print) as server:
+        options = LoadOptions(base_model=arguments.base_model, trust_remote_code=arguments.trust_remote_code)
+        model = load_model(reference, options, print)
+        compared = [compare(model, server, prompt, arguments.max_new_tokens) for prompt in prompts]
+    same = sum(each.is_same for each in compared)
+    largest = max((each.difference for each in compared if each.difference == each.difference), default=None)
+    near = "" if largest is None else f"; log-probabilities within {largest:.2g}"
+    print(f"{same} of {len(compared)} prompts answered alike by {arguments.server} and transformers{near}")
+    return 0 if same == len(compared) else EXIT_DIFFERS
+
+
+def _read_prompts(reference: ModelReference, given: str | None) -> Iterator[Conversation]:
+    """The prompts of a file, or of the run's held-out rows; of those it trained on where it held out no file."""
+    if given is not None:
+        return read_prompts(given, None)
+    recipe = find_yaml(reference.run / "recipe.yaml") if reference.run is not None else {}
+    entries = [*(recipe.get("eval_datasets") or []), *(recipe.get("datasets") or [])]
+    paths = [str(each["path"]) for each in entries if isinstance(each, dict) and Path(str(each.get("path"))).is_file()]
+    if not paths:
+        raise UserError(f"{reference.name}: its run's rows are not in a file here; give prompts with --prompts FILE")
+    print(f"prompts {paths[0]}{'' if recipe.get('eval_datasets') else ', which was trained on'}")
+    return read_prompts(paths[0], None)
+
+
+def compare(model: InferenceModel, server: Server, conversation: Conversation, max_tokens: int) -> Comparison:
+    """Asks both, as a text and, where the model has a chat template, as a conversation. Prints what was found."""
+    ours = _ask_transformers(model, conversation, max_tokens)
+    answer = server.complete(ours.prompt, max_tokens)
+    text, given = str(answer.get("text") or ""), (answer.get("logprobs") or {}).get("token_logprobs") or []
+    parted = _find_parting(model, ours, text)
+    alike = len(ours.tokens) if parted is None else parted
+    pairs = zip(ours.logprobs[:alike], given[:alike], strict=False)
+    difference = max((abs(one - other) for one, other in pairs if other is not None), default=float("nan"))
+    if parted is None:
+        line = f"the same {len(ours.tokens)} tokens"
+    else:
+        piece = model.tokenizer.decode(ours.tokens[parted : parted + 1])
+        rest = text[len(model.tokenizer.decode(ours.tokens[:parted])) :][:20]
+        line = f"parts at token {parted + 1}: transformers {piece!r}, the server {rest!r}"
+        line += f" ({'a near tie: ' if ours.leads[parted] < NEAR_TIE else ''}ahead by {ours.leads[parted]:.2g})"
+    is_same = parted is None or ours.leads[parted] < NEAR_TIE
+    if model.template is not None:
+        said = server.chat(conversation.messages, max_tokens)
+        if said.strip() != text.strip():
+            line += f"; as a conversation it answers {said[:40]!r}: the server renders another prompt than the template"
+            is_same = False
+    comparison = Comparison(line, is_same, difference)
+    print(f"{model.tokenizer.decode(encode_prompt(model, conversation))[-40:]!r}: {line}")
+    return comparison
+
+
+@torch.inference_mode()
+def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tokens: int) -> Reference:
+    ids = encode_prompt(model, conversation)
+    given = torch.tensor([ids], device=model.model.device)
+    with model.computing():
+        made: Any = model.model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            repetition_penalty=1.0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    tokens = made.sequences[0, len(ids) :].tolist()
+    ends = end_ids(model)
+    if tokens and tokens[-1] in ends:  # servers do not show it
+        tokens = tokens[:-1]
+    best = [torch.log_softmax(scores[0].float(), -1).topk(2).values for scores in made.logits[: len(tokens)]]
+    bos = model.tokenizer.bos_token_id
+    adds_bos = bos is not None and model.tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]
+    sent = ids[1:] if adds_bos and ids[:1] == [bos] else ids
+    return Reference(
+        model.tokenizer.decode(sent),
+        tokens,
+        model.tokenizer.decode(tokens),
+        [float(pair[0]) for pair in best],
+        [float(pair[0] - pair[1]) for pair in best],
+    )
+
+
+def _find_parting(model: InferenceModel, ours: Reference, theirs: str) -> int | None:
+    """The number of the first of our tokens that the server's text does not have; None where all is the same."""
+    if ours.text.strip() == theirs.strip():
+        return None
+    decoded = (model.tokenizer.decode(ours.tokens[: number + 1]) for number in range(len(ours.tokens)))
+    found = (number for number, text in enumerate(decoded) if not theirs.lstrip().startswith(text.strip()))
+    return next(found, max(0, len(ours.tokens) - 1))

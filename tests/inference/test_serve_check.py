@@ -1,0 +1,176 @@
+"""`finetune serve-check`: against llama.cpp's own server (slow), and against a stand-in for what a server can say wrongly.
+
+The real server needs `pip install -e ".[llama-cpp]" "llama-cpp-python[server]"`. vLLM and Ollama are not at hand: the
+stand-in speaks the same protocol, and is a mock.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+
+from finetune.cli import main
+from finetune.export.publish import is_installed
+from finetune.inference.serve_check import NEAR_TIE
+from tests.export.gguf_models import make_gguf_model
+
+MakeModel = Callable[..., Path]
+PROMPTS = "Lily and Tom went to the park.\nOnce upon a time\nWhat is 12 + 30?\n"
+needs_server = pytest.mark.skipif(
+    not (is_installed("llama_cpp") and is_installed("fastapi") and is_installed("uvicorn")),
+    reason="llama.cpp's server is not installed: pip install 'llama-cpp-python[server]'",
+)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.txt"
+    path.write_text(PROMPTS)
+    return str(path)
+
+
+@pytest.mark.slow
+@needs_server
+def test_llama_cpps_server_answers_with_the_same_tokens(
+    shared: Path, tmp_path: Path, prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = make_gguf_model(tmp_path / "model", "qwen3", shared), tmp_path / "out"
+    assert main(["export", str(model), "--output", str(out), "--format", "safetensors,gguf"]) == 0
+    command = ["serve-check", str(out), "--server", "llama.cpp", "--prompts", prompts, "--max-new-tokens", "16"]
+    assert main(command) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count(": the same 16 tokens") == 3
+    assert "3 of 3 prompts answered alike by llama.cpp and transformers; log-probabilities within 0.0" in said
+    # The same server with another model, and then with the model under another template.
+    other = make_gguf_model(tmp_path / "other", "qwen2", shared)
+    assert main(["export", str(other), "--output", str(tmp_path / "theirs"), "--format", "gguf"]) == 0
+    assert main([*command, "--gguf", str(next((tmp_path / "theirs").glob("*.gguf")))]) == 1
+    assert "parts at token" in (said := capsys.readouterr().out) and "0 of 3 prompts answered alike" in said
+    template = (model / "chat_template.jinja").read_text().replace("<|im_start|>", "### ")
+    (model / "chat_template.jinja").write_text(template)
+    assert main(["export", str(model), "--output", str(tmp_path / "templated"), "--format", "gguf"]) == 0
+    assert main([*command, "--gguf", str(next((tmp_path / "templated").glob("*.gguf")))]) == 1
+    assert "the server renders another prompt than the template" in capsys.readouterr().out
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """Says what `answers` holds for the path, whatever is asked. A mock: what it says is no model's."""
+
+    answers: ClassVar[dict[str, tuple[int, Any]]] = {}
+
+    def do_GET(self) -> None:
+        status, body = self.answers.get(self.path, (404, {"error": "no such page"}))
+        content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def stand_in() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+MODELS = (200, {"data": [{"id": "served"}]})
+WRONG: dict[str, tuple[dict[str, tuple[int, Any]], str]] = {
+    "several models": (
+        {"/v1/models": (200, {"data": [{"id": "a"}, {"id": "b"}]})},
+        "serves a, b; name one with --served-model",
+    ),
+    "no models": ({}, "/v1/models: answered 404: "),
+    "no JSON": ({"/v1/models": (200, "<html>")}, "/v1/models: no answer: "),
+    "no choice": (
+        {"/v1/models": MODELS, "/v1/completions": (200, {"object": "x"})},
+        "not an answer of the OpenAI protocol",
+    ),
+    "an error": ({"/v1/models": MODELS, "/v1/completions": (500, {"error": "out of memory"})}, "answered 500"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_server_that_does_not_answer_is_a_sentence(
+    case: str, stand_in: str, tiny_llama: MakeModel, prompts: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers, sentence = WRONG[case]
+    monkeypatch.setattr(StandIn, "answers", answers)
+    assert main(["serve-check", str(tiny_llama()), "--server", stand_in, "--prompts", prompts]) == 2
+    assert f"{stand_in}" in (error := capsys.readouterr().err) and sentence in error, error
+
+
+def test_the_runs_own_rows_are_asked_and_the_first_other_token_is_named(
+    stand_in: str, tiny_llama: MakeModel, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, rows = tmp_path / "run", tmp_path / "heldout.jsonl"
+    tiny_llama("run/export")
+    rows.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "!"}]})
+    )
+    recipe = {"eval_datasets": [{"path": str(rows)}], "datasets": [{"path": str(rows)}]}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    model, tokenizer = (c.from_pretrained(run / "export") for c in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer("<|begin|><|user|>Hi<|end|><|assistant|>", add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.no_grad():
+        new = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    text = tokenizer.decode(new)
+    logprobs = torch.log_softmax(model(torch.cat([ids[0], new])[None]).logits[0, ids.shape[1] - 1 : -1], -1)
+    given = [float(row[token]) for row, token in zip(logprobs, new, strict=True)]
+    command = ["serve-check", str(run), "--server", stand_in, "--max-new-tokens", "6"]
+
+    def answer(text: str, chat: str) -> None:
+        said = {"choices": [{"text": text, "logprobs": {"token_logprobs": given}}]}
+        chatted = {"choices": [{"message": {"content": chat}}]}
+        pages = {"/v1/models": MODELS, "/v1/completions": (200, said), "/v1/chat/completions": (200, chatted)}
+        monkeypatch.setattr(StandIn, "answers", pages)
+
+    answer(text, text)
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert f"prompts {rows}\n" in said and "1 of 1 prompts answered alike" in said and "within 0\n" not in said
+    answer(tokenizer.decode(new[:3]) + "~~~~", text)
+    two = logprobs[3].topk(2).values
+    assert main(command) == int(two[0] - two[1] >= NEAR_TIE)  # where the two best are as good as equal, none is wrong
+    assert "parts at token 4: transformers " in (said := capsys.readouterr().out) and "the server '~~~~'" in said
+    answer(text, "Something else")
+    assert main(command) == 1
+    assert "as a conversation it answers 'Something else'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--server", "tgi"], "--server: tgi: one of llama.cpp, vllm, ollama or a URL (http://...) is expected"),
+        (["--server", "llama.cpp"], "holds no GGUF file; write one with finetune export --format gguf"),
+        (["--server", "llama.cpp", "--gguf", "absent.gguf"], "--gguf: absent.gguf: no such file"),
+        (["--server", "http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models: no answer: "),
+        (["--server", "vllm", "--count", "0"], "--max-new-tokens, --count: 1 or more is expected"),
+    ],
+)
+def test_a_wrong_request_is_a_sentence(
+    arguments: list[str], sentence: str, tiny_llama: MakeModel, prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve-check", str(tiny_llama()), "--prompts", prompts, *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_prompts_must_be_named_where_there_is_no_run(tiny_llama: MakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve-check", str(tiny_llama()), "--server", "vllm"]) == 2
+    assert "its run's rows are not in a file here; give prompts with --prompts FILE" in capsys.readouterr().err
