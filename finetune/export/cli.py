@@ -30,7 +30,7 @@ def export_command(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
         merge_onto=arguments.merge_onto,
         formats=split_list(arguments.format),
-        gguf_types=split_list(arguments.gguf_type),
+        gguf_types=split_list((arguments.gguf_type or "").lower()),  # as q4_k_m or Q4_K_M
         gguf_pre_tokenizer=arguments.gguf_pre_tokenizer,
     )
     check_request(source, output, options)

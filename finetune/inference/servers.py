@@ -42,7 +42,7 @@ class Server:
         return str(self._choose(answer)["message"]["content"] or "")
 
     def _greedy(self, max_tokens: int) -> dict[str, Any]:
-        # llama-cpp-python's server penalizes repetition by 1.1 unless a request says otherwise; vLLM's key has another name.
+        # llama-cpp-python's server penalizes repetition by 1.1 unless a request says otherwise; vLLM's key is another.
         plain = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}
         return {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "seed": 0} | plain
 

@@ -11,7 +11,14 @@ import torch
 
 from finetune.config.pretrained_adapter import why_unsupported
 from finetune.errors import UserError
-from finetune.export.formats.gguf_file import FILE_TYPES, PlannedFile, find_differences, plan_file, write_file
+from finetune.export.formats.gguf_file import (
+    FILE_TYPES,
+    PlannedFile,
+    file_name,
+    find_differences,
+    plan_file,
+    write_file,
+)
 from finetune.export.formats.gguf_model import FileTensor, find_llama_cpp, plan_tensors
 from finetune.export.merge import scale_of
 from finetune.export.publish import ExportOptions
@@ -85,7 +92,7 @@ def plan_adapter(source: Source, target: TargetModel, options: ExportOptions, ti
     types = options.gguf_types or ("f32",)
     architecture = find_llama_cpp(config.model_type).architecture
     keys = partial(_write_keys, title=title, alpha=alpha)
-    names = [f"{title}-lora-{each.upper()}.gguf" for each in types]
+    names = [f"{file_name(title)}-lora-{each.upper()}.gguf" for each in types]
     files = (plan_file(name, architecture, tensors, each, keys) for name, each in zip(names, types, strict=True))
     return AdapterPlan(tuple(files), options.verify)
 

@@ -13,7 +13,14 @@ import numpy as np
 import torch
 
 from finetune.errors import UserError
-from finetune.export.formats.gguf_file import FILE_TYPES, PlannedFile, find_differences, plan_file, write_file
+from finetune.export.formats.gguf_file import (
+    FILE_TYPES,
+    PlannedFile,
+    file_name,
+    find_differences,
+    plan_file,
+    write_file,
+)
 from finetune.export.formats.gguf_model import (
     FileTensor,
     check_config,
@@ -99,7 +106,7 @@ def plan_gguf(
     others = [each for each in types if each not in FILE_TYPES]
     exact = DTYPES[weights.dtype]  # what llama.cpp quantizes
     written = [*([exact] if exact in own or others else []), *(each for each in own if each != exact)]
-    architecture, name = find_llama_cpp(config.model_type).architecture, _file_name(title)
+    architecture, name = find_llama_cpp(config.model_type).architecture, file_name(title)
     write_keys = partial(_write_keys, config=config, vocabulary=vocabulary, title=title, where=where)
     files = tuple(plan_file(f"{name}-{each.upper()}.gguf", architecture, tensors, each, write_keys) for each in written)
     return GgufPlan(
@@ -110,14 +117,6 @@ def plan_gguf(
         tokenizer,
         config.vocab_size,
     )
-
-
-def _file_name(title: str) -> str:
-    """
-    >>> _file_name("my model/é")
-    'my-model-'
-    """
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", title) or "model"
 
 
 def _shown_name(title: str, vocabulary: Vocabulary) -> str:

@@ -1,6 +1,7 @@
 """GGUF files: planned, streamed to disk a block of rows at a time, and read back by the gguf package."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,14 @@ class PlannedFile:
     @property
     def byte_count(self) -> int:
         return len(self.header) + sum(_padded(byte_count(tensor, kind)) for tensor, kind in self.tensors)
+
+
+def file_name(title: str) -> str:
+    """
+    >>> file_name("my model/é")
+    'my-model'
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip("-") or "model"
 
 
 def byte_count(tensor: FileTensor, kind: gguf.GGMLQuantizationType) -> int:
