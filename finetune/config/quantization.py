@@ -95,6 +95,15 @@ def quantize_teacher(method: Method) -> Quantization:
     return quantize_to(4, double=True) if method.teacher_load_in_4bit else Quantization()
 
 
+# What the files of other kinds hold for a weight.
+FORMS = {
+    "gptq": "4-bit groups in int32, as qweight, qzeros and scales",
+    "awq": "4-bit groups in int32, as qweight, qzeros and scales",
+    "mxfp4": "blocks of 32 numbers in 4 bits, as _blocks and _scales",
+    "fp8": "FP8 in blocks, as weight and weight_scale_inv",
+}
+
+
 def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
     """How the files of a model are quantized, by the `quantization_config` of its config; None where they are not.
 
@@ -108,10 +117,11 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
     method = str(settings.get("quant_method") or "")
     in_4_bits, in_8_bits = settings.get("load_in_4bit") is True, settings.get("load_in_8bit") is True
     if method not in ("", "bitsandbytes", "QuantizationMethod.BITS_AND_BYTES") or in_4_bits == in_8_bits:
+        form = f": {FORMS[method]}" if method in FORMS else ""
         raise UserError(
-            f"{name}: its weights are quantized ({method or 'quantization_config'}), and only those of "
-            "bitsandbytes can be "
-            "trained on; name the unquantized model, and set use_peft and load_in_4bit: true to keep it in 4 bits"
+            f"{name}: its weights are quantized ({method or 'quantization_config'}{form}), and only those of "
+            "bitsandbytes can be trained on; name the unquantized model (the BF16 files that these were made from), "
+            "and set use_peft and load_in_4bit: true to keep it in 4 bits"
         )
     if in_8_bits:
         return quantize_to(8)

@@ -51,7 +51,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())  # type: ignore[operator]
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
-    known = {name.rpartition(".")[2] for name in layers}.difference(left_out)
+    known = {shorten(name) for name in layers}.difference(left_out)
     refuse_unknown_layers(lora, layers, type(model).__name__, has_experts=bool(expert_modules(model)))
     experts = [
         f"{path}.{name}"
@@ -85,6 +85,17 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     # Only for the adapter's own config: given to peft before, it would wrap these modules and rename their parameters.
     saved = {name.rpartition(".")[0] for names in whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
+
+
+def shorten(name: str) -> str:
+    """The end of a layer's name from its last part that is no number, by which peft finds the layer and no other.
+
+    >>> shorten("layers.0.self_attn.q_proj"), shorten("layers.1.adapters.0.1")
+    ('q_proj', 'adapters.0.1')
+    """
+    parts = name.split(".")
+    first = max((index for index, part in enumerate(parts) if not part.isdigit()), default=0)
+    return ".".join(parts[first:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ def test_a_base_stored_by_bitsandbytes_is_adopted_and_any_other_stays_as_asked()
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4", "compressed-tensors", "hqq", "torchao"])
 def test_other_formats_are_refused_with_what_to_do(method: str) -> None:
     sentence = (
-        rf"its weights are quantized \({method}\), and only those of bitsandbytes can be trained on; name the unquantized model, "
-        "and set use_peft and load_in_4bit: true to keep it in 4 bits"
+        rf"its weights are quantized \({method}(: .*)?\), and only those of bitsandbytes can be trained on; name the unquantized model "
+        r"\(the BF16 files that these were made from\), and set use_peft and load_in_4bit: true to keep it in 4 bits"
     )
     with pytest.raises(UserError, match=sentence):
         adopted({"quant_method": method, "bits": 4})

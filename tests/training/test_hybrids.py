@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from finetune.config.families import FAMILIES
+from finetune.models.lora import shorten
 from tests.conftest import make_chat, make_tokenizer, slow_but
 from tests.models import sweep
 from tests.training import reference
@@ -17,6 +18,7 @@ from tests.training.layouts import assert_losses, train_all, write_config
 RECURRENT = [name for name, family in FAMILIES.items() if family.recurrence is not None]
 QUICK = ["qwen3_5_text", "falcon_h1", "lfm2"]
 RUNS = {"full": ("full_shard", "packing=true"), "padded": ("ddp", "packing=false"), "lora": ("ddp", "use_peft=true")}
+MOVED = {"qwen3_next": ("down_proj", "gate_proj", "up_proj")}  # plain peft moves these onto routed experts
 VERIFIED = re.compile(
     r"/export: .* verified: every value, and (identical logits|logits within \S+) in a separate process"
 )
@@ -27,7 +29,8 @@ def write(folder: Path, family: str, data: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     tokenizer, config = make_tokenizer(), sweep.tiny_config(family)
-    config.vocab_size, config.tie_word_embeddings = len(tokenizer), False
+    # Some families' tokenizers add a token.
+    config.vocab_size, config.tie_word_embeddings = len(tokenizer) + 2, False
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     model = AutoModelForCausalLM.from_config(config)
@@ -53,23 +56,25 @@ def find_adapted(folder: Path, family: str) -> list[str]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    return sorted(names - {"lm_head", "head", *FAMILIES[family].unadaptable})
+    names = {shorten(name) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return sorted(names - {"lm_head", "head", *FAMILIES[family].unadaptable, *MOVED.get(family, ())})
 
 
 @pytest.mark.parametrize("family", slow_but(QUICK, RECURRENT))
 def test_they_train_packed_on_two_ranks_to_a_verified_export(family: str, tmp_path: Path) -> None:
     recipe = write(tmp_path, family, make_chat(tmp_path / "chat.jsonl", rows=24))
     runs = []
+    adapted = find_adapted(tmp_path / family / "model", family)  # all-linear, by name
     for name, (layout, key) in RUNS.items():
         config = write_config(tmp_path, layout, checkpointing=layout == "full_shard")
-        runs.append((recipe, config, [key, f"output_dir={tmp_path / name}"]))
+        by_name = [f"lora_target_modules={adapted}"] if name == "lora" and family in MOVED else []
+        runs.append((recipe, config, [key, f"output_dir={tmp_path / name}", *by_name]))
     printed = train_all(tmp_path, runs, ranks=2, timeout=500)
     assert len(VERIFIED.findall(printed)) == len(RUNS), printed
     assert "lora/adapter: an adapter of" in printed
     for name, (_, key) in RUNS.items():
         keys = yaml.safe_load(recipe.read_text()) | {key.partition("=")[0]: key.endswith("true")}
-        if "use_peft" in keys:  # all-linear, by name
-            keys["lora_target_modules"] = find_adapted(tmp_path / family / "model", family)
+        if "use_peft" in keys:
+            keys["lora_target_modules"] = adapted
         (own := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(keys))
         assert_losses(tmp_path / name, reference.train(own), norms=1e-4)
