@@ -11,7 +11,7 @@ from finetune.convert.tool_keys import Tool
 # Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write other turns.
 TEMPLATES = {
     "llama3": "llama3", "llama-3": "llama3", "llama4": "llama4", "chatml": "chatml", "yi": "chatml", "smollm": "chatml",
-    "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml",
+    "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml", "qwen3_5_nothink": "chatml", "qwen3_5": "qwen3.5", "qwen3_6": "qwen3.6",
     "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "gemma3n": "gemma", "mistral": "mistral",
     "mistral_v1": "mistral-v1", "mistral_v2v3": "mistral-v3", "mistral_v3_tekken": "mistral-v3-tekken",
     "mistral_v7_tekken": "mistral-v7-tekken", "mistral_small": "mistral-v7-tekken", "phi_3": "phi3", "phi_35": "phi3",
@@ -24,9 +24,14 @@ FIRST_TOKEN, OWN_SYSTEM = (
     "a system message of its own there, where a row has none",
 )
 NO_SYSTEM = "system messages are left out there"
+THOUGHT = "an empty thought in every turn there, in the last one here"
+ONE_TEXT = (
+    "one text for all answers of a row there, with an empty thought in the last one; here each follows the prompt of "
+    "inference"
+)
 # (tool, its name) -> what the tool writes otherwise than our template, by its own rendering (tests/convert/test_token_ids.py).
 OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
-    ("LLaMA-Factory", "qwen3"): "an empty thought in every turn there, in the last one here",
+    **{("LLaMA-Factory", name): THOUGHT for name in ("qwen3", "qwen3_5", "qwen3_6")},
     ("LLaMA-Factory", "gemma2"): "the token after an answer is trained too there, at the end the EOS token",
     ("torchtune", "phi3_mini_tokenizer"): FIRST_TOKEN,
     ("torchtune", "phi4_tokenizer"): "no <|im_end|> follows an answer there: the model does not learn to end",
@@ -35,21 +40,11 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     ("Axolotl", "mistral_v7_tekken"): OWN_SYSTEM,
     ("Axolotl", "mistral_v2v3"): NO_SYSTEM,
     ("Axolotl", "mistral_v3_tekken"): NO_SYSTEM,
-    (
-        "Axolotl",
-        "qwen3",
-    ): "one text for all answers of a row there, with an empty thought in the last one; here each follows "
-    "the prompt of inference",
+    **{("Axolotl", name): ONE_TEXT for name in ("qwen3", "qwen3_5")},
     ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
 }
-BREAKS = (
-    "chatml",
-    "qwen",
-    "qwen3",
-    "gemma",
-    "phi3",
-    "granite",
-)  # LLaMA-Factory trains their line break after an answer
+# LLaMA-Factory trains their line break after an answer.
+BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {

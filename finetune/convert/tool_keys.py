@@ -16,6 +16,7 @@ from finetune.config.other_tools import (
     INT8,
     LLAMA_FACTORY,
     MESH_SIZES,
+    NOISE,
     OFFLOADED,
     ONE_LOSS,
     OPTIMIZER_NAMES,
@@ -139,6 +140,7 @@ AUTOMODEL = (
     *without_counterpart("all packed rows are trained on", "packed_sequence.max_packs"),
     *without_counterpart("the tokenizer's own files say which tokens begin and end a text", "tokenizer.add_bos_token", "tokenizer.add_eos_token"),
     *without_counterpart("adapters of experts have the rank of the others", "peft.moe_rank_scaling"),
+    Counterpart("neftune.noise_alpha", "neftune_noise_alpha", NOISE, inexact=True),
     Counterpart("model.router_aux_loss_coef", "router_aux_loss_coef"),
     Counterpart("peft.exclude_modules", "lora_target_modules", "the layers that get adapters are named", "by-code"),
     *ignored("the recipe is fine-tuning", "recipe"),
@@ -152,7 +154,7 @@ AUTOMODEL = (
     *ignored(OWN_FOLDER, "checkpoint", "wandb", "mlflow", "comet"),
     *ignored("batches are built here", "dataloader", "validation_dataloader", "packed_sequence"),
     *ignored("speed only; the loss is the same", "compile", "fp8", "optimizer", "peft", "rng", "step_scheduler",
-               "quantization", "parallelizer", "lr_scheduler", "tokenizer"),
+               "quantization", "parallelizer", "lr_scheduler", "tokenizer", "moe_metrics", "offload_teacher_model"),
 )  # fmt: skip
 
 TOOLS: Mapping[Tool, tuple[Counterpart, ...]] = {

@@ -1207,3 +1207,18 @@ def test_the_turns_of_mistral_common(converted: Convert) -> None:
 )
 def test_the_family_that_a_models_name_says(name: str, family: str) -> None:
     assert guess_family(name) == family
+
+
+def test_a_hybrid_by_its_name_is_not_packed(converted: Convert) -> None:
+    """Granite 4.0, whose small files have no config at hand."""
+    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "ibm-granite/granite-4.0-tiny-preview")
+    ours, said, _ = converted(theirs)
+    assert ours["packing"] is False and "in which packed documents cannot be kept apart" in said
+
+
+def test_what_asks_for_what_is_always_done_is_no_difference(converted: Convert) -> None:
+    ours, said, _ = converted(
+        AUTOMODEL + "neftune: {noise_alpha: 5.0}\nmoe_metrics: {enabled: true}\noffload_teacher_model: false\n"
+    )
+    assert ours["neftune_noise_alpha"] == 5.0 and "not known here" not in said
+    assert "not known here" not in converted(TRL + "average_tokens_across_devices: true\n")[1]

@@ -44,13 +44,13 @@ PIECES = ("llama2", "llama2_tokenizer", "mistral_tokenizer", "gemma_tokenizer")
 EOS = {"cohere": "<|END_OF_TURN_TOKEN|>", "granite3": "<|end_of_text|>"}  # of the models, where it is part of a turn
 NAMES = {
     "torchtune": [name for name in TOKENIZERS if not name.startswith("qwen3")],  # of a later version
-    "LLaMA-Factory": ["llama3", "llama4", "chatml", "yi", "smollm", "qwen", "qwen3", "qwen3_nothink", "gemma", "gemma2", "gemma3",
+    "LLaMA-Factory": ["llama3", "llama4", "chatml", "yi", "smollm", "qwen", "qwen3", "qwen3_nothink", "qwen3_5_nothink", "qwen3_5", "qwen3_6", "gemma", "gemma2", "gemma3",
                       "mistral", "mistral_small", "phi", "phi4", "deepseek3", "cohere", "granite3", "llama2"],
 }  # fmt: skip
 AXOLOTL = "axolotl==0.21.0"
 AXOLOTLS = ["aya", "chatml", "cohere", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma", "gemma3", "gemma3n", "gemma4",
             "gemma4_unified", "llama3", "llama4", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken",
-            "nemotron_h", "phi_3", "phi_35", "phi_4", "qwen3", "qwen_25"]  # fmt: skip
+            "nemotron_h", "phi_3", "phi_35", "phi_4", "qwen3", "qwen3_5", "qwen_25"]  # fmt: skip
 SAID = [name for tool, name in OTHER_TURNS if tool == "Axolotl"]
 EOS_OF_AXOLOTL = {
     "aya": "<|END_OF_TURN_TOKEN|>",
