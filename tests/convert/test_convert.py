@@ -472,13 +472,9 @@ PHI = "base_model: microsoft/Phi-3-mini-4k-instruct\nsequence_len: 512\ndatasets
 
 
 def test_what_is_written_runs_by_the_rules_of_a_run(converted: Convert) -> None:
-    """The family's own attention, layers, experts: the recipe is changed, with a line, or the line says what is to be done."""
+    """The family's layers and experts: the recipe is changed, with a line, or the line says what is to be done."""
     ours, said, _ = converted(GPTJ)
-    assert (ours["packing"], ours["attn_implementation"]) == (False, "eager") and "trust_remote_code" not in ours
-    assert (
-        'packing: false, attn_implementation: "eager"   (EleutherAI/gpt-j-6b: gptj computes attention in its own code'
-        in said
-    )
+    assert ours["packing"] is True and "trust_remote_code" not in ours  # it reads a mask
     ours, said, _ = converted(PHI + "lora_target_modules: [q_proj, o_proj]\n")
     assert (
         ours["lora_target_modules"] == ["o_proj"] and "q_proj: no such layer in this family: nothing is adapted" in said
@@ -1020,7 +1016,7 @@ def test_a_mixture_in_few_bits_is_converted_with_its_experts(converted: Convert,
     flash = theirs.replace("{}", "zai-org/GLM-4.7-Flash") + "lora_target_modules: [q_proj, o_proj]\n"
     assert converted(flash)[0]["lora_target_modules"] == ["o_proj"]  # its queries come out of a latent
     hybrid, said, _ = converted(theirs.replace("{}", "LiquidAI/LFM2-8B-A1B"))
-    assert hybrid["packing"] is False
+    assert hybrid["packing"] is True  # each document starts with a new state
     for name in ("LnL-AI/dbrx-base-converted-v2", "axolotl-quants/DeepSeek-V2.5-bnb-nf4-bf16"):
         assert "in few bits: quantized experts" in refused(theirs.replace("{}", name), tmp_path)
 
@@ -1207,13 +1203,6 @@ def test_the_turns_of_mistral_common(converted: Convert) -> None:
 )
 def test_the_family_that_a_models_name_says(name: str, family: str) -> None:
     assert guess_family(name) == family
-
-
-def test_a_hybrid_by_its_name_is_not_packed(converted: Convert) -> None:
-    """Granite 4.0, whose small files have no config at hand."""
-    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "ibm-granite/granite-4.0-tiny-preview")
-    ours, said, _ = converted(theirs)
-    assert ours["packing"] is False and "in which packed documents cannot be kept apart" in said
 
 
 def test_what_asks_for_what_is_always_done_is_no_difference(converted: Convert) -> None:
