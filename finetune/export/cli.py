@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from finetune.export.publish import ExportOptions, check_request, push_folder, split_list
+from finetune.export.publish import ExportOptions, check_push, check_request, push_folder, split_list
 from finetune.export.reload_process import start_reload
 
 EXIT_NOT_PUSHED = 1
@@ -34,6 +34,8 @@ def export_command(arguments: argparse.Namespace) -> int:
         gguf_pre_tokenizer=arguments.gguf_pre_tokenizer,
     )
     check_request(source, output, options)
+    if arguments.push_to_hub is not None:
+        check_push()
     if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc's: else each thread keeps freed blocks in a heap of its own
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     with ExitStack() as beside:

@@ -201,6 +201,14 @@ def _remove_empty(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
+def check_push() -> None:
+    """Raises `UserError` where the hub would refuse an upload: without a token nothing can be pushed."""
+    from huggingface_hub import get_token  # takes most of a second
+
+    if get_token() is None:
+        raise UserError("--push-to-hub: there is no token of the hub here; log in with hf auth login, or set HF_TOKEN")
+
+
 def push_folder(folder: Path, repository: str, log: Callable[[str], object] = print) -> bool:
     """Uploads `folder` to the model repository `repository`, which is private if new. Returns whether that succeeded.
 

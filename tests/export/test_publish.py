@@ -161,8 +161,18 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
     monkeypatch.setattr(Hub, "asked", [], raising=False)
     return Hub
+
+
+def test_without_a_token_nothing_is_exported_to_be_pushed(
+    tiny_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert main(["export", str(tiny_llama()), "--output", str(tmp_path / "out"), "--push-to-hub", "me/mine"]) == 2
+    assert "there is no token of the hub here; log in with hf auth login" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_finished_folder_is_pushed(hub: type[Hub], tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
