@@ -238,3 +238,70 @@ def test_the_report_shows_what_was_sampled_and_its_rewards(runs: Callable[..., P
         and "even 0." in page
         and html.escape(lines_of(run)[0]["completion"]) in page
     )
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], float, float]] = {  # with the bounds of the mean and of the largest log-ratio
+    "gemma3_text": ({"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}, 5e-6, 5e-5),
+    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, 5e-6, 5e-5),
+    # One token at a time is another computation of a recurrence than a chunk of them.
+    "qwen3_5_text": (
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        2e-5,
+        5e-4,
+    ),
+}
+
+
+@pytest.mark.slow
+def test_windows_experts_and_recurrent_layers_are_sampled_as_they_are_trained(
+    folder: Path, recipes: dict[str, Path]
+) -> None:
+    listed = []
+    for family, (config, _, _) in FAMILIES.items():
+        model = make_model(folder / f"model-{family}", model_type=family, initializer_range=0.3, **config)
+        keys = [f"model_name_or_path={model}", f"output_dir={folder}/of-{family}", "packing=false", "eval_datasets=[]"]
+        listed.append((recipes["packed"], write_config(folder, "single"), keys))
+    train_all(folder, listed, ranks=1)
+    for family, (_, mean, largest) in FAMILIES.items():
+        for line in steps_of(folder / f"of-{family}"):
+            assert line["log_ratio/mean"] < mean and line["log_ratio/max"] < largest, family
+
+
+@pytest.mark.slow
+def test_a_real_model_learns_a_format_on_gsm8k(shared: Path, tmp_path: Path) -> None:
+    """A mechanical test: stories260k, which cannot calculate, learns to end what it writes after a question as a sentence ends."""
+    for split, rows in (("train", 256), ("test", 64)):
+        lines = (shared / "data" / f"gsm8k_{split}.jsonl").read_text().splitlines(keepends=True)[:rows]
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    (tmp_path / "my_rewards.py").write_text(
+        "def sentence(completions, **_):\n    return [float(text.rstrip().endswith(('.', '!', '\"'))) for text in completions]\n"
+    )
+    source = {"type": "prompt_completion", "prompt_column": "question"}
+    keys = {
+        "method": "grpo",
+        "model_name_or_path": str(shared / "models" / "stories260k"),
+        "rewards": ["my_rewards.py:sentence"],
+        "max_completion_length": 24,
+        "datasets": [{"path": str(tmp_path / "train.jsonl"), **source}],
+        "eval_datasets": [{"path": str(tmp_path / "test.jsonl"), **source}],
+        "dataset_cache_dir": str(tmp_path / "cache"),
+        "max_length": 480,
+        "global_batch_size": 8,
+        "per_device_train_batch_size": 8,
+        "max_steps": 20,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "export_at_end": False,
+    }
+    (tmp_path / "gsm8k.yaml").write_text(yaml.safe_dump(keys))
+    overrides = [f"output_dir={tmp_path / 'run'}"]
+    train_all(tmp_path, [(tmp_path / "gsm8k.yaml", write_config(tmp_path, "single"), overrides)], ranks=1)
+    before, after = (line["eval_reward"] for line in read(tmp_path / "run") if "eval_reward" in line)
+    assert before < 0.4 and after > 0.9
+    assert all(line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5 for line in steps_of(tmp_path / "run"))
