@@ -56,10 +56,9 @@ MOE_MODEL = re.compile(
 )
 MOE_CAUSE = "mixtures of experts whose weights are quantized, or not tried yet"
 MIXTURE = re.compile(
-    r"mixtral|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|dots\.?1"
+    r"mixtral|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|jamba|dots\.?1"
 )
-# Those whose padded rows train are not among them: Falcon-H1, Bamba, LFM2, Mamba-2.
-HYBRID_MODEL = re.compile(r"nemotron-?h|jamba|falcon-?mamba|nemotron-flash|granite-4\.0-h|rwkv|zamba|qwen3\.\d")
+HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
 DEQUANTIZED = re.compile(r"(gpt[-_]oss|deepseek[-_]?(v3|r1)).*(bf16|dequantized)")
 QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!bnb)[-_][48]-?bit|prequantized")
 BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is

@@ -1211,3 +1211,11 @@ def test_what_asks_for_what_is_always_done_is_no_difference(converted: Convert) 
     )
     assert ours["neftune_noise_alpha"] == 5.0 and "not known here" not in said
     assert "not known here" not in converted(TRL + "average_tokens_across_devices: true\n")[1]
+
+
+def test_a_hybrid_is_refused_only_where_its_code_is_its_own(converted: Convert, tmp_path: Path) -> None:
+    for name in ("ai21labs/Jamba-v0.1", "Zyphra/Zamba2-1.2B", "tiiuae/falcon-mamba-7b", "Qwen/Qwen3.5-4B"):
+        theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", name)
+        assert converted(theirs)[0]["model_name_or_path"] == name
+    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "nvidia/Nemotron-Flash-1B")
+    assert "hybrid or linear attention: not supported" in refused(theirs, tmp_path)
