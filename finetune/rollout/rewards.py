@@ -109,10 +109,10 @@ class Rewards:
 
 def _read_line(file: int, seconds: float) -> Any:
     """A line of JSON. Raises `TimeoutError`, or `EOFError` where the other side has ended."""
-    deadline, parts = time.monotonic() + seconds, bytearray()
+    deadline, parts, poll = time.monotonic() + seconds, bytearray(), select.poll()
+    poll.register(file, select.POLLIN)  # select() takes no number of a file above 1023
     while not parts.endswith(b"\n"):
-        ready, _, _ = select.select([file], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         part = os.read(file, 1 << 20)
         if not part:
