@@ -63,7 +63,7 @@ def _run(given: Mapping[str, Any], results: Path, what: str) -> tuple[list[Any],
         raise UserError(f"{what}: {(lines or [f'exit code {process.returncode}'])[0].strip()}")
     if not results.exists():
         return [], []
-    with np.load(results) as arrays:
+    with np.load(results, allow_pickle=False) as arrays:
         named = {kind: [arrays[f"{kind}{n}"] for n in range(int(arrays[kind]))] for kind in ("logits", "tokens")}
     return named["logits"], [ids.tolist() for ids in named["tokens"]]
 
