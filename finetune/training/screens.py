@@ -27,7 +27,7 @@ from finetune.models.load import ModelSize, Teacher
 from finetune.models.quantized.base import quantized_layers
 from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear
 from finetune.optim.nvme import OffloadedOptimizer
-from finetune.pretrained_config import text_config_of
+from finetune.pretrained_config import read_facts, text_config_of
 from finetune.progress import Progress
 from finetune.training.objectives.sft import Objective
 from finetune.training.run_folder import METRICS
@@ -74,7 +74,8 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         lines.append("update  each parameter in the backward, its gradient freed at once")
     machine = MachineFacts(device="cuda" if world.device.type == "cuda" else "cpu")
     keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": run.data.train.steps}
-    notes = find_problems(recipe, sharding, **keys, images=run.data.images)
+    facts = read_facts(model.config, recipe.model.model_name_or_path)
+    notes = find_problems(recipe, sharding, facts, **keys, images=run.data.images)
     lines += [f"note    {note}" for note in notes if note.is_note]
     lines += describe_offload(run.optimizer)
     lines += describe_quantized(model, recipe.quantization)

@@ -72,6 +72,8 @@ def test_they_train_packed_on_two_ranks_to_a_verified_export(family: str, tmp_pa
     printed = train_all(tmp_path, runs, ranks=2, timeout=500)
     assert len(VERIFIED.findall(printed)) == len(RUNS), printed
     assert "lora/adapter: an adapter of" in printed
+    is_named = "lora_target_modules: all-linear: without" in printed
+    assert is_named == bool(FAMILIES[family].unadaptable), printed
     for name, (_, key) in RUNS.items():
         keys = yaml.safe_load(recipe.read_text()) | {key.partition("=")[0]: key.endswith("true")}
         if "use_peft" in keys:
