@@ -1,6 +1,5 @@
 """Rewards in their own process: what functions get and may return, and what is said of one that raises, hangs or lies."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +104,9 @@ def test_code_that_python_cannot_interrupt_is_ended(tmp_path: Path, monkeypatch:
         "import signal, time\n\ndef deaf(**_):\n    signal.setitimer(signal.ITIMER_REAL, 0)\n    time.sleep(60)\n"
     )
     rewards = Rewards(Rollout(rewards=(f"{tmp_path / 'deaf.py'}:deaf",), reward_timeout_seconds=0.3))
-    started = time.monotonic()
     with pytest.raises(UserError, match=r"deaf\.py: no answer in 0\.8 s, in code that Python cannot interrupt"):
         rewards.score(["p"], ["a"], [[1]], {}, {"global_step": 0})
-    assert time.monotonic() - started < 40
+    assert rewards._process is None, "killed, and waited for"
 
 
 def test_every_reward_that_ships_has_a_function_and_a_line() -> None:
