@@ -69,6 +69,10 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
         if recipe.attn_implementation == "auto":
             advice = "set packing: false and attn_implementation: eager"
         raise UserError(f"{name} cannot be trained on {rows} ({type(error).__name__}: {reason}); {advice}") from error
+    if own.hidden.dim() != 3:  # [rows, tokens, hidden], but for ProphetNet's n-grams
+        raise UserError(
+            f"{name}: its head reads several vectors of a token; this family is not supported: name another model"
+        )
     if not all(torch.isfinite(each).all() for each in (own.hidden, own.result, trained.hidden, trained.result)):
         raise UserError(f"{name}: its outputs are not finite before the first step, on {rows}; check its weights")
     dtype = getattr(torch, COMPUTE_DTYPE[world.sharding.mixed_precision])
