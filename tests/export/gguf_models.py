@@ -142,7 +142,7 @@ def make_tokenizer_of(kind: str, shared: Path) -> Any:
 
 
 def train_tokenizer(pre_tokenizer: Any, *, ignore_merges: bool = False, size: int = 512) -> Any:
-    """A byte-level BPE of `size` tokens that cuts texts by `pre_tokenizer`, trained on this project's pages."""
+    """A byte-level BPE of `size` tokens that cuts texts by `pre_tokenizer`, trained on the license, which stays as it is."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -156,7 +156,7 @@ def train_tokenizer(pre_tokenizer: Any, *, ignore_merges: bool = False, size: in
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train([str(path) for path in sorted((ROOT / "docs").glob("*.md"))], trainer)
+    tokenizer.train([str(ROOT / "LICENSE")], trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
