@@ -19,7 +19,7 @@ from finetune.inference.prompts import read_prompts
 from finetune.inference.servers import Server, open_server
 
 EXIT_DIFFERS = 1
-# Two tokens whose log-probabilities are this near are a coin's toss: rounding decides between them.
+# Rounding decides between the best two tokens where their log-probabilities are this near.
 NEAR_TIE = 0.05
 
 
@@ -32,6 +32,7 @@ class Reference:
     text: str
     logprobs: list[float]  # of each token
     leads: list[float]  # of each token's over the second best
+    seconds: list[int]  # the second best token at each place
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def compare(model: InferenceModel, server: Server, conversation: Conversation, m
     ours = _ask_transformers(model, conversation, max_tokens)
     answer = server.complete(ours.prompt, max_tokens)
     text, given = str(answer.get("text") or ""), (answer.get("logprobs") or {}).get("token_logprobs") or []
-    parted = _find_parting(model, ours, text)
+    parted, is_tie = _find_parting(model, ours, text), False
     alike = len(ours.tokens) if parted is None else parted
     pairs = zip(ours.logprobs[:alike], given[:alike], strict=False)
     difference = max((abs(one - other) for one, other in pairs if other is not None), default=float("nan"))
@@ -94,8 +95,10 @@ def compare(model: InferenceModel, server: Server, conversation: Conversation, m
         piece = model.tokenizer.decode(ours.tokens[parted : parted + 1])
         rest = text[len(model.tokenizer.decode(ours.tokens[:parted])) :][:20]
         line = f"parts at token {parted + 1}: transformers {piece!r}, the server {rest!r}"
-        line += f" ({'a near tie: ' if ours.leads[parted] < NEAR_TIE else ''}ahead by {ours.leads[parted]:.2g})"
-    is_same = parted is None or ours.leads[parted] < NEAR_TIE
+        second = model.tokenizer.decode(ours.seconds[parted : parted + 1])
+        is_tie = ours.leads[parted] < NEAR_TIE and rest.strip().startswith(second.strip())
+        line += f" ({'a near tie: ' if is_tie else ''}ahead by {ours.leads[parted]:.2g})"
+    is_same = parted is None or is_tie
     if model.template is not None:
         said = server.chat(conversation.messages, max_tokens)
         if said.strip() != text.strip():
@@ -124,7 +127,8 @@ def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tok
     ends = end_ids(model)
     if tokens and tokens[-1] in ends:  # servers do not show it
         tokens = tokens[:-1]
-    best = [torch.log_softmax(scores[0].float(), -1).topk(2).values for scores in made.logits[: len(tokens)]]
+    two = [torch.log_softmax(scores[0].float(), -1).topk(2) for scores in made.logits[: len(tokens)]]
+    best = [each.values for each in two]
     bos = model.tokenizer.bos_token_id
     adds_bos = bos is not None and model.tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]
     sent = ids[1:] if adds_bos and ids[:1] == [bos] else ids
@@ -134,6 +138,7 @@ def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tok
         model.tokenizer.decode(tokens),
         [float(pair[0]) for pair in best],
         [float(pair[0] - pair[1]) for pair in best],
+        [int(each.indices[1]) for each in two],
     )
 
 
