@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from finetune import __version__
 from finetune.config.methods import DEFAULT_METHOD, METHODS
-from finetune.config.overrides import read_overrides
+from finetune.config.reader import read_overrides
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 from finetune.terminal import clean_output, discard, silence_libraries
 

@@ -17,9 +17,8 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import with_expert_parallelism
 from finetune.config.layout import Sharding
-from finetune.config.overrides import read_overrides
 from finetune.config.pretrained_adapter import complete_lora
-from finetune.config.reader import read_recipe
+from finetune.config.reader import read_overrides, read_recipe
 from finetune.config.schema import Recipe
 from finetune.errors import end_process, exit_code
 from finetune.plan.architecture import find_local_facts
@@ -45,11 +44,11 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
     refuse_problems(find_problems(recipe, sharding, find_local_facts(recipe.model), ranks))  # before torch is imported
     set_library_environment(deterministic=recipe.run.deterministic)
     from finetune.session import Session
-    from finetune.training.dry_run import print_plan
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
     from finetune.training.hooks import load_hooks
     from finetune.training.loop import train
+    from finetune.training.screens import print_plan
 
     hooks = load_hooks(recipe, callbacks)
     with Session(recipe, sharding, saves=not dry_run) as session:

@@ -16,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from finetune.checkpoint.inputs import fingerprint_inputs
+from finetune.checkpoint.manifest import fingerprint_inputs
 from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.retention import step_folder
 from finetune.checkpoint.save import Saver
@@ -46,7 +46,6 @@ from finetune.plan.architecture import find_local_facts
 from finetune.pretrained_config import load_config, read_facts, trained_config
 from finetune.progress import Progress
 from finetune.terminal import set_library_environment
-from finetune.training.dry_run import check_offload_dir, explain_out_of_memory
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from finetune.training.hooks import Hooks
 from finetune.training.objectives.distill import read_teacher_facts
@@ -54,6 +53,7 @@ from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.sft import SFT, Measured, Objective, Objectives
 from finetune.training.reference import evaluating
 from finetune.training.run_folder import fix_template_date, open_run_folder
+from finetune.training.screens import check_offload_dir, explain_out_of_memory
 from finetune.training.start import make_objectives, prompt_ids, start_run
 from finetune.training.step import clip_and_update, forward_backward, handle_nonfinite, make_guard, set_learning_rate
 from finetune.training.training_run import TrainingRun

@@ -8,8 +8,15 @@ from typing import Any
 
 import torch
 
-from finetune.checkpoint.inputs import find_changed_inputs
-from finetune.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, find_problems, read_manifest, read_state
+from finetune.checkpoint.manifest import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    find_changed_inputs,
+    find_problems,
+    read_manifest,
+    read_state,
+)
 from finetune.checkpoint.retention import find_newest_valid, list_checkpoints, rename_damaged
 from finetune.checkpoint.save import unwrap_optimizer
 from finetune.checkpoint.shards import (

@@ -7,9 +7,9 @@ from typing import Any, Literal
 from finetune.config.facts import Case, Rule
 from finetune.config.model_rules import is_uneven_vocabulary, set_to_divisor, trains_experts
 from finetune.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
-from finetune.config.overrides import COMMAND_LINE
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.recipe_rules import is_set
+from finetune.config.yaml_file import COMMAND_LINE
 from finetune.units import counted
 
 DEEPSPEED_NAMES = {  # a recipe's key -> DeepSpeed's name for it, where that is another

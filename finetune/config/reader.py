@@ -14,15 +14,59 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from finetune.config.compatibility import find_recipe_problems
 from finetune.config.methods import DEFAULT_METHOD, METHODS
 from finetune.config.module_patterns import find_problem
-from finetune.config.overrides import COMMAND_LINE, read_override
 from finetune.config.rollouts import SHIPPED_REWARDS
 from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Key, Recipe, keys_of, recipe_keys
 from finetune.config.unknown_keys import ACCELERATE_KEYS, explain_unknown, explain_value
 from finetune.config.user_code import locate
-from finetune.config.yaml_file import UNREADABLE, Entry, read_entries
+from finetune.config.yaml_file import COMMAND_LINE, UNREADABLE, Entry, read_entries, read_value
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 from finetune.files.run_json import parse_json
+
+
+def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> list[str]:
+    """Overrides as `key=value` texts, whichever way they were written.
+
+    Raises `UserError` for a key that is none, but close to one of the command's own `options` (num_processes, ...).
+
+    >>> read_overrides(["max_steps=3", "--learning_rate", "1e-5", "--seed=7", "--packing", "--use-peft"])
+    ['max_steps=3', 'learning_rate=1e-5', 'seed=7', 'packing=true', 'use_peft=true']
+    """
+    overrides: list[str] = []
+    waiting = None  # a `--key` that has not met its value yet
+    for argument in arguments:
+        if argument.startswith("--"):
+            overrides += [f"{waiting}=true"] if waiting else []
+            name, equals, value = argument[2:].partition("=")
+            key = name.replace("-", "_")
+            _refuse_misspelled_option(name, key, options)
+            waiting = None if equals else key
+            overrides += [f"{key}={value}"] if equals else []
+        elif waiting:
+            overrides.append(f"{waiting}={argument}")
+            waiting = None
+        else:
+            overrides.append(argument)
+    return overrides + ([f"{waiting}=true"] if waiting else [])
+
+
+def read_override(text: str) -> tuple[Entry | None, list[str]]:
+    """The entry that a `key=value` text stands for, and what is wrong with it."""
+    key, equals, value = text.removeprefix("--").partition("=")
+    if not equals:
+        return None, [
+            f"{COMMAND_LINE}: {text}: an override is written key=value; --recipe names a recipe, --config an "
+            "Accelerate config"
+        ]
+    return read_value(value, key, COMMAND_LINE, NESTED)
+
+
+def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> None:
+    known = recipe_keys()
+    close = [] if key in known else difflib.get_close_matches(key, [*options, *known], n=1, cutoff=0.6)
+    if close and close[0] in options:
+        raise UserError(f"{COMMAND_LINE}: --{name}: no such option; did you mean --{close[0].replace('_', '-')}?")
+
 
 EXPECTED = {
     "int_type": "a whole number",

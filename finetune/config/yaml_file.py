@@ -12,6 +12,7 @@ import yaml
 from finetune.errors import UserError
 
 LIMIT_BYTES = 2**18  # PyYAML reads about 80 KB a second
+COMMAND_LINE = "command line"
 UNREADABLE = object()  # the value of an entry that is reported as a problem already
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import yaml
 
-from finetune.config.overrides import COMMAND_LINE
 from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, keys_of, recipe_keys
-from finetune.config.yaml_file import find_yaml
+from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.conversion import convert_file
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError

@@ -16,17 +16,17 @@ from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantizat
 from finetune.config.schedules import SCHEDULES
 from finetune.config.schema import NESTED, Lora, keys_of, recipe_keys
 from finetune.config.yaml_file import read_entries
-from finetune.convert.accelerate import read_layout, write_accelerate
-from finetune.convert.chat_templates import add_tokenizers_turns, set_template
 from finetune.convert.datasets import add_sources
 from finetune.convert.model_names import (
     BITSANDBYTES_MODEL,
     DEQUANTIZED,
+    add_tokenizers_turns,
     dequantizes,
     find_images,
     guess_family,
     is_mixture,
     report_classes,
+    set_template,
 )
 from finetune.convert.recognize import (
     Refusal,
@@ -38,7 +38,7 @@ from finetune.convert.recognize import (
     rename_v1,
 )
 from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, read_section, shorten
-from finetune.convert.runnable import make_runnable
+from finetune.convert.runnable import make_runnable, read_layout, write_accelerate
 from finetune.convert.tool_keys import (
     DEFAULTS,
     FOUR_BIT_DEFAULTS,

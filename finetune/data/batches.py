@@ -20,8 +20,7 @@ from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.examples import Examples, refuse_typed_images
 from finetune.data.images import ImageProcessor
 from finetune.data.messages import BadRow
-from finetune.data.packing import Rows
-from finetune.data.sampler import BatchConfig, arrange_epoch
+from finetune.data.packing import BatchConfig, Rows, arrange_epoch
 from finetune.distributed.collective import DataParallelRank
 from finetune.errors import UserError
 from finetune.units import counted

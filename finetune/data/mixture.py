@@ -9,7 +9,7 @@ from finetune.config.schema import Data, DatasetSource
 from finetune.data.data_report import SourceReport, count_groups
 from finetune.data.examples import Cuts, Examples, cut, join
 from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
-from finetune.data.sampler import make_generator
+from finetune.data.packing import make_generator
 from finetune.data.token_store import TokenStore
 from finetune.data.tokenize import SourceStats
 from finetune.errors import UserError

@@ -12,7 +12,7 @@ from transformers.utils.chat_parsing import parse_response
 from finetune.data.formats import Completion, Conversation, Document, Question, Text, TokenRow, make_message
 from finetune.data.images import EncodedImage, hash_images, open_image, place_images
 from finetune.data.messages import IMAGE, REASONING_KEYS, THINKING_END, BadRow, Message, parse_json, read_reasoning
-from finetune.data.questions import check_prompt
+from finetune.data.preferences import check_prompt
 from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages
 from finetune.data.template import Renderer, Span, Tools, add_variables, apply_template, read_parts
 from finetune.data.tokenizer import keeps_border

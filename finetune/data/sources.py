@@ -19,8 +19,8 @@ from finetune.config import user_code
 from finetune.config.schema import DatasetSource
 from finetune.data.json_rows import NumberedRow
 from finetune.data.messages import BadRow
+from finetune.data.packing import make_generator
 from finetune.data.readers import KINDS, convert_os_errors, file_kind, read_file, remove_none_values
-from finetune.data.sampler import make_generator
 from finetune.errors import UserError
 from finetune.files.durable import CHECKSUM, checksum
 from finetune.files.hub import go_offline_without_network

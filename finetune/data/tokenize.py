@@ -23,8 +23,14 @@ from finetune.data.formats import Conversation, Document, Group, ParsedRow, Row,
 from finetune.data.images import ImageProcessor, hash_images, read_image
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
-from finetune.data.preferences import find_mismatched, is_empty_answer, join_answer, parse_pair, parse_ratings
-from finetune.data.questions import parse_prompt
+from finetune.data.preferences import (
+    find_mismatched,
+    is_empty_answer,
+    join_answer,
+    parse_pair,
+    parse_prompt,
+    parse_ratings,
+)
 from finetune.data.render import COMPARED, CONTEXT, RenderedText, find_image_token, render, render_turns, write_images
 from finetune.data.sources import RowBatch
 from finetune.data.template import Renderer, add_variables, make_renderer_of

@@ -34,7 +34,7 @@ from finetune.models.embedding import install_embedding_noise, refuse_frozen_tok
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.chunks import TokenWeights
 from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
-from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.models.lora import add_adapters, is_adapter, names_of_parameters, read_adapter, with_adapters
 from finetune.models.moe.experts import (
     count_active,

@@ -12,10 +12,8 @@ from finetune.config.optimizers import is_layers_matrix
 from finetune.config.schema import Optimization
 from finetune.distributed.gradients import group_by_mesh
 from finetune.distributed.world import World
-from finetune.optim.adafactor import Adafactor
-from finetune.optim.adamw_bf16 import AdamWBf16Moments
-from finetune.optim.muon import MOMENTUM, Muon
 from finetune.optim.nvme import OffloadedOptimizer
+from finetune.optim.update_rules import MOMENTUM, Adafactor, AdamWBf16Moments, Muon, adamw_8bit_moments
 
 Groups = list[dict[str, Any]]
 
@@ -52,9 +50,7 @@ def _make_adamw(
 
 
 def _make_adamw_8bit(groups: Groups, keys: Optimization) -> torch.optim.Optimizer:
-    from finetune.optim.adamw_8bit import AdamW8bitMoments  # imports torchao
-
-    return _make_adamw(AdamW8bitMoments, groups, keys)
+    return _make_adamw(adamw_8bit_moments(), groups, keys)
 
 
 # How each of config/optimizers.py is made.

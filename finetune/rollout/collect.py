@@ -18,7 +18,7 @@ from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch, StoredBatches, make_batches
 from finetune.data.examples import Examples, cut
-from finetune.data.sampler import BatchConfig
+from finetune.data.packing import BatchConfig
 from finetune.data.token_store import Tokens, keep_in_memory
 from finetune.data.tokenize import SourceStats
 from finetune.distributed.collective import RankGroup

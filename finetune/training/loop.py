@@ -19,9 +19,8 @@ from finetune.constants import count_steps
 from finetune.data.batches import StepBatch
 from finetune.progress import Progress
 from finetune.training.evaluate import evaluate
-from finetune.training.profile import Compilation, collect_garbage, garbage_collected_between_lines
 from finetune.training.step import UpdateInBackward, handle_nonfinite, make_guard, train_step
-from finetune.training.throughput import Window
+from finetune.training.throughput import Compilation, Window, collect_garbage, garbage_collected_between_lines
 from finetune.training.training_run import TrainingRun
 from finetune.training.watch import Requests, SignalListener
 

@@ -37,11 +37,10 @@ from finetune.training.objectives.distill import Distillation, teacher_flop_per_
 from finetune.training.objectives.policy import PolicyObjective, make_policy_objectives
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.sft import SFT, Objective, Objectives
-from finetune.training.profile import profile_steps
 from finetune.training.reference import find_references
 from finetune.training.run_folder import COMPLETIONS, METRICS, choose_run_name, describe_run, write_data_report
 from finetune.training.screens import first_screen
-from finetune.training.throughput import find_fp8_share, peak_flops
+from finetune.training.throughput import find_fp8_share, peak_flops, profile_steps
 from finetune.training.training_run import TrainingRun
 from finetune.training.watch import SignalListener, Watchdog
 

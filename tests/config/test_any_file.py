@@ -7,8 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.config.overrides import read_overrides
-from finetune.config.reader import read_recipe
+from finetune.config.reader import read_overrides, read_recipe
 from finetune.config.schema import DatasetSource, keys_of, recipe_keys
 from finetune.errors import UserError
 

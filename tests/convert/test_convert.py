@@ -14,11 +14,10 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.config.unknown_keys import foreign_names
-from finetune.convert.chat_templates import TEMPLATES
 from finetune.convert.cli import EXIT_TO_DO
 from finetune.convert.conversion import convert_file
 from finetune.convert.dataset_keys import coming_from_page
-from finetune.convert.model_names import guess_family
+from finetune.convert.model_names import TEMPLATES, guess_family
 from finetune.convert.tool_keys import TOOLS
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.convert.chat_templates import OTHER_TURNS, TEMPLATES, TOKENIZERS
 from finetune.convert.conversion import convert_file
+from finetune.convert.model_names import OTHER_TURNS, TEMPLATES, TOKENIZERS
 from finetune.convert.rules import Conversion
 from finetune.data.formats import parse_row
 from finetune.data.render import render_turns

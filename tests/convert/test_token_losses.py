@@ -15,7 +15,7 @@ import yaml
 from finetune.convert.conversion import convert_file
 from finetune.models.head.chunks import ChunkOptions, LogitTransform, TokenWeights
 from finetune.models.head.cross_entropy import linear_cross_entropy
-from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
 from tests.models.test_loss import problem
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.batches import MicroBatch, StoredBatches, make_batches
-from finetune.data.sampler import BatchConfig
+from finetune.data.packing import BatchConfig
 from tests.data.world import Rank, examples_of
 
 LENGTHS = np.random.default_rng(0).integers(1, 65, size=101).tolist()

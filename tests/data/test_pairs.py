@@ -15,7 +15,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StoredBatches, make_batches
 from finetune.data.examples import cut
 from finetune.data.mixture import find_held_out_in_training, hold_out, mix_sources, select_examples
-from finetune.data.sampler import BatchConfig
+from finetune.data.packing import BatchConfig
 from tests.data.world import Rank, examples_of, store_of
 
 LENGTHS = np.random.default_rng(5).integers(2, 65, size=74).tolist()

@@ -6,7 +6,7 @@ import torch
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.batches import MicroBatch, TokenPart, collate, make_batches
-from finetune.data.sampler import BatchConfig
+from finetune.data.packing import BatchConfig
 from tests.data.world import Rank, examples_of
 
 LENGTHS = (5, 61, 40, 17, 3, 64)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.models.head.divergence import DivergenceOptions
+from finetune.models.head.log_probabilities import DivergenceOptions
 from finetune.models.load import ModelSize, Teacher
 from tests.models.families import build, documents, ours, packed, relative_error
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from finetune.constants import IGNORE_INDEX
 from finetune.models.head.chunks import ChunkOptions, LogitTransform, TokenWeights
 from finetune.models.head.cross_entropy import linear_cross_entropy
-from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
 from tests.models.families import relative_error
 from tests.plan.traced import LargestTensor
 

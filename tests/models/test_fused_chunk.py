@@ -18,7 +18,7 @@ from finetune.models.head.cross_entropy import linear_cross_entropy
 from finetune.models.head.log_probabilities import linear_log_probabilities
 from finetune.plan.activations import Computation
 from finetune.plan.temporary_memory import loss_chunk_bytes
-from finetune.training.profile import Compilation
+from finetune.training.throughput import Compilation
 from tests.models.families import relative_error
 from tests.plan.traced import allocated_peak
 

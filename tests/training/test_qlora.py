@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from finetune.checkpoint.inputs import hash_base
+from finetune.checkpoint.manifest import hash_base
 from finetune.checkpoint.resume import load
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe

@@ -6,19 +6,32 @@ prepared in the forward, as by `models/head/cross_entropy.py`. The weight's is a
 where the head is trained, the backward computes the chunks a second time for it.
 """
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from finetune.constants import IGNORE_INDEX, divergence_chunk_tokens
 from finetune.models.head.chunks import (
     PLAIN,
+    UNCHANGED,
     ChunkOptions,
+    Gradients,
+    HeadLoss,
+    LogitTransform,
+    TokenWeights,
+    backward_in_chunks,
     compute_in_chunks,
+    cross_entropy_gradient,
     find_local_head,
     find_needed_gradients,
+    label_log_probabilities,
     product_dtype,
     scatter_rows,
+    widen,
 )
 from finetune.models.head.cross_entropy import CrossEntropyHead
 
@@ -107,3 +120,152 @@ class _LinearLogProbabilities(torch.autograd.Function):
             grad_weight = None if found.grad_weight is None else found.grad_weight.to(weight.dtype)
             grad_bias = None if found.grad_bias is None or bias is None else found.grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+class DivergenceOptions(NamedTuple):
+    """The recipe's keys for what a student learns: alpha D + (1 - alpha) cross entropy."""
+
+    beta: float
+    temperature: float = 1.0
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """What a teacher's scores are computed from: what enters its head, and the head."""
+
+    hidden: Tensor  # [trained tokens, the teacher's hidden]
+    weight: Tensor  # [rows of the teacher's vocabulary, its hidden], in hidden's type
+    bias: Tensor | None = None
+    logits: LogitTransform = UNCHANGED
+
+    def log_probabilities(self, chunk: slice, rows: int, temperature: float) -> Tensor:
+        """[tokens of the chunk, rows], fp32 or wider: over the first `rows` of the vocabulary."""
+        scores = F.linear(self.hidden[chunk], self.weight[:rows], None if self.bias is None else self.bias[:rows])
+        logits, _ = self.logits.forward(scores)
+        return _log_softmax(logits, temperature)
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher: TeacherScores,
+    options: DivergenceOptions,
+    *,
+    bias: Tensor | None = None,
+    logits: LogitTransform = UNCHANGED,
+    trained_positions: Tensor | None = None,
+    chunk_tokens: int | None = None,
+    label_smoothing: float = 0.0,
+    weigh: TokenWeights | None = None,
+) -> Tensor:
+    """The sums over the trained tokens of the mixed loss, the divergence, and the cross entropy; see
+    `linear_cross_entropy`.
+
+    The divergence is over the ids that both vocabularies have rows for: some models have more rows than tokens.
+
+    Args:
+        hidden: [tokens, hidden] of the student.
+        weight: [vocabulary, hidden] of the student.
+        teacher: its `hidden` is at `trained_positions`, or at all tokens where those are None.
+    Returns:
+        fp32[3]. The first has gradients to hidden, weight and bias, the others are for the log.
+    """
+    rows = min(len(weight), len(teacher.weight))
+    tokens = chunk_tokens or divergence_chunk_tokens(max(len(weight), len(teacher.weight)), hidden.device.type)
+    needs_grad = find_needed_gradients(hidden, weight, bias)
+    ids = labels if trained_positions is None else labels[trained_positions]
+
+    def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
+        sums = torch.zeros(3, dtype=widen(weight.dtype), device=weight.device)
+
+        def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
+            of_teacher = teacher.log_probabilities(chunk, rows, options.temperature)
+            transformed, capped = logits.forward(scores)
+            found, grad = _compute_chunk(
+                transformed, of_teacher, ids[chunk], options, label_smoothing, any(needs_grad), weigh
+            )
+            sums.add_(found)
+            return None if grad is None else logits.backward(grad, capped)
+
+        return sums, backward_in_chunks(trained, weight, bias, compute_chunk, tokens, needs_grad)
+
+    sums: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+    return sums
+
+
+def _compute_chunk(
+    logits: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    options: DivergenceOptions,
+    label_smoothing: float,
+    gradient: bool,
+    weigh: TokenWeights | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(the three sums, the gradient of the loss to the student's logits [tokens, vocabulary]) of one chunk.
+
+    teacher: log-probabilities [tokens, rows that both have].
+    """
+    beta, temperature, alpha = options
+    rows, trained = teacher.shape[1], labels != IGNORE_INDEX
+    plain = torch.log_softmax(logits, -1, dtype=widen(logits.dtype))
+    is_plain = temperature == 1.0 and rows == logits.shape[1]
+    student = plain if is_plain else _log_softmax(logits[:, :rows], temperature)
+    divergence, grad_divergence = measure_divergence(student, teacher, beta, gradient)
+    cross_entropy = -label_log_probabilities(plain, labels, label_smoothing)
+    by_token = torch.ones_like(cross_entropy)
+    if weigh is not None:
+        of_logits = weigh.of_logits(logits)
+        by_token = weigh.of_probabilities(-cross_entropy) if of_logits is None else of_logits
+    found = torch.stack([divergence, cross_entropy * by_token])
+    divergence_sum, cross_entropy_sum = torch.where(trained, found, 0.0).sum(1)
+    loss = alpha * divergence_sum + (1 - alpha) * cross_entropy_sum
+    sums = torch.stack([loss, divergence_sum, cross_entropy_sum])
+    if grad_divergence is None:
+        return sums, None
+    grad_divergence *= alpha / temperature
+    if alpha < 1:
+        grad = cross_entropy_gradient(plain, labels, label_smoothing)
+        grad *= ((1 - alpha) * by_token).unsqueeze(1)
+        grad[:, :rows] += grad_divergence
+    else:
+        grad = grad_divergence if rows == logits.shape[1] else F.pad(grad_divergence, (0, logits.shape[1] - rows))
+    return sums, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
+
+
+def measure_divergence(
+    student: Tensor, teacher: Tensor, beta: float, gradient: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The divergence of each token, and its gradient to the student's logits.
+
+    Args:
+        student, teacher: log-probabilities [tokens, vocabulary].
+        beta: 0 for the forward KL, 1 for the reverse, between them for the generalized Jensen-Shannon divergence.
+    Returns:
+        ([tokens], [tokens, vocabulary] or None).
+    """
+    # In place where it can be: the chunk's logits are the largest tensors of a step.
+    if beta == 0:
+        probabilities = teacher.exp()
+        divergence = (teacher - student).mul_(probabilities).sum(1)
+        return divergence, student.exp().sub_(probabilities) if gradient else None
+    share, divergence = 1.0, torch.zeros_like(student[:, 0])
+    if beta == 1:
+        excess = student - teacher
+    else:
+        share, mixed = 1 - beta, student + math.log1p(-beta)
+        torch.logaddexp(mixed, teacher + math.log(beta), out=mixed)
+        divergence = beta * (teacher - mixed).mul_(teacher.exp()).sum(1)
+        excess = mixed.neg_().add_(student)
+    probabilities = student.exp()
+    of_student = (probabilities * excess).sum(1, keepdim=True)
+    divergence = divergence + share * of_student.squeeze(1)
+    return divergence, excess.sub_(of_student).mul_(probabilities).mul_(share) if gradient else None
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """fp32 or wider."""
+    wide = widen(logits.dtype)
+    return torch.log_softmax(logits if temperature == 1.0 else logits.to(wide) / temperature, -1, dtype=wide)

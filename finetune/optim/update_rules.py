@@ -1,0 +1,315 @@
+"""Update rules that torch lacks, or has for whole tensors only: AdamW with bf16 moments, Adafactor, Muon."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from finetune.config.facts import has_compiler
+from finetune.distributed.parallelize import local_part
+
+SLICE = 1 << 24  # elements updated at once where nothing fuses the update: bounds its fp32 temporaries to 64 MiB each
+
+
+def load_state_unconverted(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Loads a state dict into `optimizer` without casting its tensors."""
+    groups: list[dict[str, Any]] = []
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        groups.append(saved | {"params": group["params"]})
+        for parameter, index in zip(group["params"], saved["params"], strict=True):
+            if index in state_dict["state"]:
+                optimizer.state[parameter] = dict(state_dict["state"][index])
+    optimizer.param_groups = groups
+
+
+class AdamWBf16Moments(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with stochastically rounded bf16 moments.
+
+    State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq` (bf16, shaped and sharded like it). Draws
+    from torch's default generator: seed it by the step, so that a run resumes exactly, and alike on all ranks that hold
+    the same shard, so that replicas stay equal. Where `found_inf` (a scalar on the device, as for torch's fused
+    optimizers) is not zero, parameters and moments do not change.
+    """
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]] | Iterable[Tensor],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient."""
+        assert closure is None, "closures are not supported"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                state["step"] += 1
+                moments = (state["exp_avg"], state["exp_avg_sq"])
+                update_(parameter, parameter.grad, *moments, int(state["step"]), group, self.found_inf)
+
+    load_state_dict = load_state_unconverted
+
+
+@cache
+def adamw_8bit_moments() -> type[torch.optim.Optimizer]:
+    """torchao's AdamW with 8-bit moments (Dettmers et al. 2022), a class whose making imports torchao.
+
+    A parameter takes 2 bytes, and a scale for every 256 numbers.
+    """
+    from torchao.optim import AdamW8bit
+
+    class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
+        """torchao's AdamW8bit with learning rates that are numbers, like those of the other optimizers.
+
+        State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq`, shaped and sharded like it. A rank's
+        part is quantized if it has at least 4096 numbers and divides by 256, else it is fp32.
+        """
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            """Keeps the rate a number: torchao makes it a tensor, which a checkpoint would then hold for every
+            parameter."""
+            rate = param_group.get("lr", self.defaults["lr"])
+            super().add_param_group(param_group)
+            self.param_groups[-1]["lr"] = rate
+
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            """Updates every parameter that has a gradient. torchao gets rates as tensors: a number would recompile its
+            update."""
+            rates = [group["lr"] for group in self.param_groups]
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = torch.tensor(rate, dtype=torch.float32)
+            # torchao compiles its update: on a CPU that takes minutes, and without a compiler it fails.
+            compiles = self.param_groups[0]["params"][0].is_cuda and has_compiler()
+            with nullcontext() if compiles else torch.compiler.set_stance("force_eager"):
+                super().step(closure)
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+        load_state_dict = load_state_unconverted
+
+        def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+            # fp32 where it is not quantized: a second moment in plain bf16, as torchao's would be, stops changing.
+            moment: Tensor = super()._new_buffer(p.detach().float(), signed)
+            return moment
+
+    return AdamW8bitMoments
+
+
+def update_(
+    parameter: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    step: int,
+    settings: dict[str, Any],
+    found_inf: Tensor | None = None,
+) -> None:
+    """Updates one parameter and its moments in place; of a sharded one, this rank's part."""
+    beta1, beta2 = settings["betas"]
+    # All that changes with the step is passed as tensors on the host: a number would recompile the update.
+    rate = torch.tensor(settings["lr"] / (1 - beta1**step))
+    decay = torch.tensor(1 - settings["lr"] * settings["weight_decay"])
+    correction = torch.tensor((1 - beta2**step) ** -0.5)
+    flat = [local_part(each).view(-1) for each in (parameter, grad, first, second)]
+    update = _compiled_update() if parameter.is_cuda and has_compiler() else _update_
+    length = flat[0].numel() if update is not _update_ else SLICE
+    for start in range(0, flat[0].numel(), max(length, 1)):
+        weights, gradient, mean, variance = (each[start : start + length] for each in flat)
+        update(weights, gradient, mean, variance, rate, decay, correction, found_inf, beta1, beta2, settings["eps"])
+
+
+@cache
+def _compiled_update() -> Callable[..., None]:
+    """One kernel that reads and writes every element once; on an 8B model the plain update takes ten times as long."""
+    return torch.compile(_update_, dynamic=True)
+
+
+def _update_(
+    parameter: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    rate: Tensor,
+    decay: Tensor,
+    correction: Tensor,
+    found_inf: Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """The equations, in fp32. All [elements]; `rate` and `correction` carry the bias corrections of this step."""
+    gradient = grad.float()
+    mean = first.float().lerp(gradient, 1 - beta1)
+    variance = second.float().lerp(gradient * gradient, 1 - beta2)
+    moved = (parameter.float() * decay - rate * mean / (variance.sqrt() * correction + eps)).to(parameter.dtype)
+    changes = (moved, round_stochastically(mean), round_stochastically(variance))
+    for old, new in zip((parameter, first, second), changes, strict=True):
+        old.copy_(new if found_inf is None else torch.where(found_inf > 0, old, new))
+
+
+def round_stochastically(values: Tensor) -> Tensor:
+    """fp32 -> bf16, up or down with the probability that makes the mean exact.
+
+    bf16 is the upper half of an fp32: a random lower half is added, and the carry decides.
+    """
+    noise = torch.randint_like(values, 0, 1 << 16, dtype=torch.int32)
+    return ((values.view(torch.int32) + noise) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+SQUARE_EPSILON = 1e-30  # added to the square of the gradient
+CLIP_THRESHOLD = 1.0  # of the update's root mean square
+DECAY_RATE = -0.8
+
+
+class Adafactor(torch.optim.Optimizer):
+    """State of a parameter: `step` (fp32 scalar); of a matrix [rows, columns] `exp_avg_sq_row` [rows], sharded like it,
+    and `exp_avg_sq_col` [columns], whole; of a vector `exp_avg_sq`, shaped and sharded like it. All in fp32.
+    """
+
+    def __init__(
+        self, params: Iterable[dict[str, Any]] | Iterable[Tensor], lr: float, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient. All ranks of its shards call it."""
+        assert closure is None, "closures are not supported"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    _make_state(parameter, state)
+                state["step"] += 1
+                _update_factored(parameter, state, group["lr"], group["weight_decay"])
+
+    load_state_dict = load_state_unconverted
+
+
+def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
+    state["step"] = torch.zeros((), dtype=torch.float32)
+    zeros = torch.zeros_like(parameter, dtype=torch.float32)
+    if parameter.dim() < 2:
+        state["exp_avg_sq"] = zeros
+        return
+    assert parameter.dim() == 2, "matrices and vectors only"
+    state["exp_avg_sq_row"] = zeros.sum(dim=1)
+    state["exp_avg_sq_col"] = torch.zeros(parameter.shape[1], device=local_part(parameter).device)
+
+
+def _update_factored(parameter: Tensor, state: dict[str, Any], rate: float, weight_decay: float) -> None:
+    """Algorithm 4 of the paper, without its relative step sizes; on this rank's part of a sharded parameter."""
+    weights, grad = local_part(parameter), local_part(parameter.grad).float()  # type: ignore[arg-type]
+    newest = float(state["step"]) ** DECAY_RATE  # the weight of this step's square in the running means
+    square = grad.square() + SQUARE_EPSILON
+    if parameter.dim() < 2:
+        variance = local_part(state["exp_avg_sq"]).lerp_(square, newest)
+        update = variance.rsqrt() * grad
+    else:
+        rows, columns = local_part(state["exp_avg_sq_row"]), state["exp_avg_sq_col"]
+        rows.lerp_(square.mean(dim=1), newest)
+        columns.lerp_(_sum_over_shards(square.sum(dim=0), parameter) / parameter.shape[0], newest)
+        mean_of_rows = _sum_over_shards(rows.sum(), parameter) / parameter.shape[0]
+        update = grad * (rows / mean_of_rows).rsqrt()[:, None] * columns.rsqrt()
+    root_mean_square = (_sum_over_shards(update.square().sum(), parameter) / parameter.numel()).sqrt()
+    update /= (root_mean_square / CLIP_THRESHOLD).clamp(min=1.0)
+    moved = weights.float() * (1 - rate * weight_decay) - rate * update
+    weights.copy_(moved.to(weights.dtype))
+
+
+def _sum_over_shards(part: Tensor, parameter: Tensor) -> Tensor:
+    """The sum of `part`, computed from each rank's shard of `parameter`, over the ranks that hold the others."""
+    if isinstance(parameter, DTensor):
+        for dimension, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                dist.all_reduce(part, group=parameter.device_mesh.get_group(dimension))
+    return part
+
+
+MOMENTUM, SCALE, STEPS, NORM_EPSILON = 0.95, 0.2, 5, 1e-7
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(torch.optim.AdamW):
+    """Orthogonalizes the updates of groups that have a `momentum` above 0; the others are AdamW's.
+
+    State of a matrix: `momentum_buffer`, shaped and sharded like it.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        self._step_supports_amp_scaling = False  # the matrices' half reads no flag: torch's GradScaler asks the host
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient. All ranks of its shards call it."""
+        assert closure is None, "closures are not supported"
+        groups = self.param_groups
+        for group in groups:
+            for parameter in group["params"] if group["momentum"] else ():
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        self.param_groups = [group for group in groups if not group["momentum"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+
+    load_state_dict = load_state_unconverted
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        weights, buffer = local_part(parameter), local_part(state["momentum_buffer"])
+        gradient = local_part(parameter.grad)  # type: ignore[arg-type]
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(buffer, group["momentum"]).bfloat16()  # Nesterov's
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            whole = DTensor.from_local(
+                update, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            ).full_tensor()
+            update = distribute_tensor(orthogonalize(whole), mesh, placements, src_data_rank=None).to_local()
+        else:
+            update = orthogonalize(update)
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+        weights.add_(update, alpha=-group["lr"] * SCALE * max(parameter.shape) ** 0.5)
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """The matrix with its singular values near 1, by a Newton-Schulz iteration.
+
+    Args:
+        matrix: [rows, columns], bf16.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.T if is_tall else matrix
+    found = found / found.norm().clamp(min=NORM_EPSILON)
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return (found.T if is_tall else found).contiguous()
