@@ -278,7 +278,7 @@ def count_parameters(model: torch.nn.Module) -> int:
     layers = quantized_layers(unwrap(model))
     skipped = {*tied_names(unwrap(model)), *(f"{name}.{part}" for name, _ in layers for part in (CODES, SCALES))}
     plain: int = sum(math.prod(tensor.size()) for name, tensor in state.items() if name not in skipped)
-    return plain + sum(math.prod(layer.shape) for _, layer in layers)
+    return plain + sum(math.prod(layer.whole) for _, layer in layers)
 
 
 def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankGroup) -> None:

@@ -14,7 +14,7 @@ from finetune.config.families import (
     read_family_source,
 )
 from finetune.config.module_patterns import is_within
-from finetune.config.quantization import LOAD_KEYS, describe_quantization
+from finetune.config.quantization import BLOCK, LOAD_KEYS, describe_quantization
 from finetune.config.schema import Quantization, keys_of
 
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in models of every family
@@ -227,10 +227,11 @@ RULES: tuple[Rule, ...] = (
         advice="name the unquantized model, which is quantized as it is loaded", of_teacher=True,
     ),
     model_layout_rule(
-        "quantized experts over ranks", "expert_parallel_size", *LOAD_KEYS,
-        when=lambda c: c.layout.expert_parallel_size > 1 and c.quantization.bits is not None and c.model.experts,
-        message="expert_parallel_size: {layout.expert_parallel_size}: cannot be combined with {load_key}: blocks of "
-        "numbers under one scale cross experts",
+        "quantized experts over ranks", "expert_parallel_size", "load_in_4bit",
+        when=lambda c: c.layout.expert_parallel_size > 1 and c.quantization.bits == 4 and c.model.experts
+        and c.model.experts // c.layout.expert_parallel_size * c.model.hidden * c.model.expert_width % BLOCK,
+        message="expert_parallel_size: {layout.expert_parallel_size}: the experts of a rank do not begin with a block "
+        f"of {BLOCK} numbers, which load_in_4bit keeps under one scale",
         advice="set it to 1, and FSDP shards the experts", fix={"expert_parallel_size": 1},
     ),
     model_rule(

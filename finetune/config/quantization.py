@@ -3,7 +3,7 @@ torch."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.config.methods import Method
@@ -48,6 +48,13 @@ def quantized_bytes(rows: int, columns: int, quantization: Quantization, block: 
     # A byte for each scale, filled up to where an fp32 number may begin; their own scales; and the mean of all of them.
     nested = math.ceil(blocks / FP32) * FP32 + (math.ceil(blocks / NESTED_BLOCK) + 1) * FP32
     return QuantizedBytes(math.ceil(numbers / 2), nested)
+
+
+def divide_quantization(numbers: int, quantization: Quantization) -> Quantization:
+    """How a rank keeps the `numbers` of its own experts: with scales in fp32 where those that are quantized again would
+    be cut within a block of theirs."""
+    is_cut = quantization.bnb_4bit_use_double_quant and numbers % (BLOCK * NESTED_BLOCK)
+    return replace(quantization, bnb_4bit_use_double_quant=False) if is_cut else quantization
 
 
 def describe_quantization(quantization: Quantization) -> str:

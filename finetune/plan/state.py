@@ -19,7 +19,7 @@ from finetune.config.module_patterns import (
     refuse_unreached,
 )
 from finetune.config.optimizers import count_optimizer_bytes
-from finetune.config.quantization import quantized_bytes
+from finetune.config.quantization import divide_quantization, quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
 from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE
 from finetune.plan.architecture import Architecture, TensorShape
@@ -48,10 +48,11 @@ class StateTensor:
 
     def shard(self, shards: int, rank: int) -> tuple[int, ...]:
         """The shape of what rank `rank` of `shards` holds under FSDP2: a block of rows, as large as all others but for
-        the last ones; of divided experts an equal part."""
-        held = shard_experts(self.shape, self.divided, shards // self.divided) if self.divided > 1 else None
-        rows, block = self.shape[0], -(-self.shape[0] // shards)
-        return held or (min(block, max(0, rows - rank * block)), *self.shape[1:])
+        the last ones; of divided experts an equal part, and of their codes a block."""
+        own, others = self.shape[0] // self.divided, shards // self.divided
+        held = shard_experts(self.shape, self.divided, others) if self.divided > 1 and len(self.shape) > 1 else None
+        block = -(-own // others)
+        return held or (min(block, max(0, own - rank % others * block)), *self.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,8 @@ def list_state_tensors(
             whole = tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora)
             is_linear = tensor in linears.get(unit, ())
             if quantization.bits is not None and not whole and tensor in weights.get(unit, ()):
-                found += _list_quantized(tensor, unit, itemsize, quantization)
+                ranks = sharding.expert_parallel_size if tensor.name in routed else 1
+                found += _list_quantized(tensor, unit, itemsize, quantization, ranks)
             else:
                 is_trained = whole or tensor.name in trained
                 divided = sharding.expert_parallel_size if tensor.name in routed else 1
@@ -143,11 +145,17 @@ def _list_units(architecture: Architecture) -> list[tuple[str, tuple[TensorShape
     return [("embedding", (architecture.embedding,)), *layers, ("tail", architecture.tail), *beside]
 
 
-def _list_quantized(weight: TensorShape, unit: str, itemsize: int, quantization: Quantization) -> Iterator[StateTensor]:
-    """What stands in for a frozen weight: its codes and its scales, stored as numbers of the compute dtype."""
-    held = quantized_bytes(prod(weight.shape[:-1]), weight.shape[-1], quantization)
+def _list_quantized(
+    weight: TensorShape, unit: str, itemsize: int, quantization: Quantization, ranks: int = 1
+) -> Iterator[StateTensor]:
+    """What stands in for a frozen weight: its codes and its scales, stored as numbers of the compute dtype, by each of
+    the `ranks` that divide its experts for its own."""
+    if ranks > 1:
+        quantization = divide_quantization(weight.numel // ranks, quantization)
+    held = quantized_bytes(prod(weight.shape[:-1]) // ranks, weight.shape[-1], quantization)
     for part, byte_count in (("codes", held.codes), ("scales", held.scales)):
-        yield StateTensor(f"{weight.name}.{part}", (-(-byte_count // itemsize),), unit, itemsize, False)
+        numbers = -(-byte_count // itemsize)
+        yield StateTensor(f"{weight.name}.{part}", (ranks * numbers,), unit, itemsize, False, ranks)
 
 
 def is_adapted(linear: TensorShape, lora: Lora) -> bool:

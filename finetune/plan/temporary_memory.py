@@ -164,11 +164,12 @@ def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computatio
     return prepared + trained + max(product, FP32 * hidden + scaled, again)
 
 
-def dequantized_at_once(a: Architecture) -> int:
+def dequantized_at_once(a: Architecture, expert_ranks: int = 1) -> int:
     """Numbers of a quantized model that are dequantized at once: of its largest linear layer, or of all experts of a
-    layer."""
+    layer that a rank has."""
     layer = a.widest_layer
-    return max(*(linear.numel for linear in a.linears(layer)), sum(weight.numel for weight in a.experts(layer)))
+    experts = sum(weight.numel for weight in a.experts(layer)) // expert_ranks
+    return max(*(linear.numel for linear in a.linears(layer)), experts)
 
 
 def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:

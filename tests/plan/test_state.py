@@ -30,13 +30,30 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral of 14": EXPERTS | {"model_type": "mixtral", "num_local_experts": 14},  # 7 experts on 2 ranks: by rows
     "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 5},
     "deepseek_v3": ROUTED | LATENT | {"model_type": "deepseek_v3", "head_dim": 6, "num_key_value_heads": 6},
+    "mixtral, rows of 64": EXPERTS | {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 64},
+    "gpt_oss of 4": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4},
+    "deepseek_v3, wide": ROUTED
+    | LATENT  # nested scales of a rank's experts: whole blocks of theirs
+    | {
+        "model_type": "deepseek_v3",
+        "head_dim": 6,
+        "num_key_value_heads": 6,
+        "hidden_size": 128,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 128,
+    },
     "glm4_moe": ROUTED | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True},
 }
 ON_EXPERTS = {"use_peft": True, "lora_r": 4, "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+QLORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
 RECIPES: dict[str, dict[str, Any]] = {
     **{family: {"model": family} for family in MIXTURES},
     "divided": {"model": "mixtral of 14", "expert_parallel_size": 2},
     "divided, frozen": ON_EXPERTS | {"model": "mixtral of 14", "expert_parallel_size": 2},
+    "divided, qlora": ON_EXPERTS | QLORA | {"model": "mixtral, rows of 64", "expert_parallel_size": 2},
+    "gpt_oss divided, in 8 bits": {"model": "gpt_oss of 4", "use_peft": True, "lora_r": 4, "load_in_8bit": True}
+    | {"expert_parallel_size": 2},
+    "nested scales divided": QLORA | {"model": "deepseek_v3, wide", "expert_parallel_size": 2},
     "mixtral's experts": ON_EXPERTS | {"model": "mixtral", "rank_pattern": {"experts.down_proj": 3}},
     "gpt_oss's experts": ON_EXPERTS | {"model": "gpt_oss", "lora_target_modules": []},
     "deepseek_v3's experts": ON_EXPERTS | {"model": "deepseek_v3"},
@@ -130,6 +147,7 @@ TWO_RANKS += [("ddp", "whole"), ("fsdp2", "adafactor"), ("ddp", "adafactor"), ("
 TWO_RANKS += [("fsdp2", "muon"), ("ddp", "muon lora")]
 TWO_RANKS += [("fsdp2", recipe) for recipe in ("gpt_oss", "deepseek_v3", "glm4_moe", "gpt_oss's experts")]
 TWO_RANKS += [("fsdp2", "divided"), ("fsdp2 offload", "divided"), ("fsdp2", "divided, frozen")]
+TWO_RANKS += [("fsdp2", "divided, qlora"), ("fsdp2", "gpt_oss divided, in 8 bits"), ("fsdp2", "nested scales divided")]
 TWO_RANKS += [("fsdp2", "deepseek_v3's experts"), ("fsdp2", "mixtral's experts"), ("ddp", "mixtral's experts")]
 TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")] + [("tensor parallel, offload", "even")]
 TWO_RANKS += [("fsdp2", "vision"), ("fsdp1", "vision"), ("ddp", "vision lora"), ("fsdp2", "vision qlora")]
@@ -140,6 +158,7 @@ FOUR_RANKS = [
     ("fsdp2", "divided"),
     ("fsdp2", "divided, frozen"),
 ]
+FOUR_RANKS += [("fsdp2", "divided, qlora"), ("hybrid", "nested scales divided"), ("fsdp2", "nested scales divided")]
 FOUR_RANKS += [("hybrid", "divided"), ("hybrid", "divided, frozen")]
 FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]
 IN_FILES = ["in files", "in files, tied, bf16 moments", "lora in files"]
@@ -150,7 +169,12 @@ FOUR_RANKS += [("fsdp2", "divided, in files"), ("tensor parallel x 2", "even, in
 QUICK = [("fsdp2", "full"), ("fsdp2 offload", "lora"), ("fsdp1", "tied"), ("fsdp1", "whole"), ("ddp", "lora")]
 QUICK += [("fsdp2", "whole"), ("ddp", "qlora"), ("fsdp2", "base in 8 bits"), ("fsdp2", "adafactor")]
 QUICK += [("fsdp2", "muon"), ("fsdp2", "divided"), ("fsdp2", "gpt_oss's experts"), ("fsdp2", "glm4_moe")]
-QUICK += [("tensor parallel", "even lora"), ("fsdp2", "vision"), ("fsdp2", "in files, tied, bf16 moments")]
+QUICK += [
+    ("fsdp2", "divided, qlora"),
+    ("tensor parallel", "even lora"),
+    ("fsdp2", "vision"),
+    ("fsdp2", "in files, tied, bf16 moments"),
+]
 QUICK += [("fsdp1 no shard", "full"), ("fsdp2 no wrap", "lora")]
 MORE = [pair for pair in TWO_RANKS if pair not in QUICK]
 assert len(MORE) + len(QUICK) == len(TWO_RANKS)

@@ -124,7 +124,8 @@ def train_families(
     wanted: Sequence[tuple[str, str, int]],
     verified: Container[tuple[str, str, int]],
 ) -> Callable[[str, str, int], Path]:
-    """Trains each of `wanted` (family, layout, ranks), those in `verified` to an export; each set of ranks is started once.
+    """Trains each of `wanted` (family, layout, ranks), those in `verified` to an export; each set of ranks is started once. Under
+    `divided`, the ranks divide the experts of a mixture.
 
     Returns where the run of a (family, layout, ranks) is.
     """
@@ -136,8 +137,11 @@ def train_families(
         runs = []
         for each in wanted:
             if each[2] == ranks:
-                config = write_config(folder, each[1], checkpointing=each[1] == "full_shard")
+                is_divided = each[1] == "divided"
+                layout = "shard_grad_op" if is_divided else each[1]
+                config = write_config(folder, layout, checkpointing=layout == "full_shard")
                 overrides = [f"output_dir={run_folder(*each)}", f"export_at_end={each in verified}"]
+                overrides += [f"expert_parallel_size={ranks}"] if is_divided else []
                 runs.append((recipes[each[0]], config, overrides))
         train_all(folder, runs, ranks=ranks, timeout=400)
     return run_folder

@@ -1,6 +1,7 @@
 """QLoRA on mixtures whose experts are in few bits too: the losses are those of transformers, peft and bitsandbytes alone under
 every layout, each expert has bitsandbytes' own bytes, and the export is the base that was trained with its adapters merged."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,19 @@ import pytest
 import torch
 
 from finetune.config.layout import Sharding
-from finetune.config.schema import Lora, Model, Quantization
+from finetune.config.schema import Lora, Model
 from finetune.distributed.world import join, leave
 from finetune.export.export import export
 from finetune.models.load import load_model
-from finetune.models.lora import base_name
 from finetune.models.quantized import linear
 from finetune.models.quantized.base import quantized_layers
-from finetune.models.quantized.linear import CODES, SCALES
 from tests.conftest import make_chat, make_model
+from tests.models import experts_on_ranks
+from tests.models.experts_on_ranks import KINDS
+from tests.ranks import launch_ranks
 from tests.training import reference
 from tests.training.layouts import assert_losses, train_families, write_recipe
+from tests.training.test_expert_parallel import COUNTS
 from tests.training.test_experts import FAMILIES, SMALL
 
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -35,26 +38,23 @@ RECIPES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"lora_target_modules": [], "lora_target_parameters": ["layers.1.mlp.experts.gate_up_proj"]},
     "deepseek_v3": {"lora_target_modules": ["o_proj"]},
 }
-VERIFIED = [("mixtral", "full_shard", 2)]  # exported by the run itself
-# (family, layout, ranks); full_shard with activation checkpointing, the others without
+VERIFIED = [("mixtral", "full_shard", 2), ("deepseek_v3", "divided", 2)]  # exported by the run itself
+# (family, layout, ranks); full_shard with activation checkpointing, the others without; divided: expert parallelism
 WANTED = [
     ("mixtral", "full_shard", 2),
     ("mixtral", "ddp", 2),
     ("qwen3_moe", "shard_grad_op", 2),
     ("gpt_oss", "full_shard", 2),
     ("deepseek_v3", "full_shard", 2),
+    *((family, "divided", 2) for family in RECIPES),
     ("mixtral", "single", 1),
     ("deepseek_v3", "single", 1),
 ]
-KINDS = {
-    "nf4": Quantization(load_in_4bit=True),
-    "double": Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True),
-    "int8": Quantization(load_in_8bit=True),
-}
 
 
 def make_mixture(folder: Path, family: str) -> Path:
-    return make_model(folder, model_type=family, **SIZES | FAMILIES[family] | (LATENT if "deepseek" in family else {}))
+    own = FAMILIES[family] | {key: 6 for key in COUNTS if key in FAMILIES[family]}  # experts, for two ranks to divide
+    return make_model(folder, model_type=family, **SIZES | own | (LATENT if "deepseek" in family else {}))
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +90,17 @@ def test_losses_and_gradients_are_those_of_transformers_peft_and_bitsandbytes(
     assert_losses(runs(family, layout, ranks), reference.losses(recipes[family]), norms=1e-4)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("mixtral", "full_shard"), ("mixtral", "divided"), ("gpt_oss", "divided")]
+)
 def test_the_export_has_the_logits_of_peft_on_the_base_that_was_trained(
-    family: str, runs: Callable[..., Path], tmp_path: Path
+    family: str, layout: str, runs: Callable[..., Path], tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    run = runs(family, "full_shard", 2)
-    if (family, "full_shard", 2) not in VERIFIED:
+    run = runs(family, layout, 2)
+    if (family, layout, 2) not in VERIFIED:
         export(run, run / "export", log=lambda _: None)
         export(run, run / "adapter", adapter_only=True, log=lambda _: None)
     ids = torch.arange(3, 40)[None]
@@ -126,35 +128,45 @@ def load_quantized(folder: Path, kind: str, lora: Lora | None = None) -> Any:
         leave(world)
 
 
+@pytest.fixture(scope="module")
+def expert_bytes(folder: Path, recipes: dict[str, Path]) -> Callable[[str], dict[str, dict[str, str]]]:
+    """By family and kind, the digests of the experts' bytes under a layout. Each number of ranks is started once."""
+    for family in RECIPES:
+        (folder / "bytes" / family).mkdir(parents=True)
+        for file in (folder / family / "model").iterdir():
+            (folder / "bytes" / family / file.name).symlink_to(file)
+    for ranks in experts_on_ranks.WORLDS:
+        launch_ranks(Path(experts_on_ranks.__file__), [str(folder / "bytes")], ranks=ranks, timeout=200).check()
+    return lambda layout: json.loads((folder / "bytes" / f"{layout}.json").read_text())
+
+
+@pytest.mark.parametrize("layout", [layout for layouts in experts_on_ranks.WORLDS.values() for layout in layouts])
 @pytest.mark.parametrize("family", RECIPES)
-def test_each_expert_has_the_bytes_of_bitsandbytes(family: str, recipes: dict[str, Path], folder: Path) -> None:
-    """Codes and scales of the expert's own matrix, quantized by the library alone; with nested scales, of all experts together."""
+def test_each_expert_has_the_bytes_of_bitsandbytes(
+    family: str, layout: str, expert_bytes: Callable[..., Any], folder: Path
+) -> None:
+    """Codes and scales of the expert's own matrix, quantized by the library alone; nested scales are those of all experts of the
+    layer together, and compared dequantized."""
     from transformers import AutoModelForCausalLM
 
-    source = folder / family / "model"
-    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    for kind, quantization in KINDS.items():
-        layers = [(name, layer) for name, layer in quantized_layers(load_quantized(source, kind)) if not layer.leaf]
-        moe_layers = 1 if family == "deepseek_v3" else 2
-        assert len(layers) == 2 * moe_layers
-        for name, layer in layers:
-            matrices = plain.get_parameter(base_name(name)).detach()
-            codes, scales = (layer.get_parameter(part).view(torch.uint8) for part in (CODES, SCALES))
+    plain = AutoModelForCausalLM.from_pretrained(folder / family / "model", dtype=torch.float32)
+    weights = {name: p.detach() for name, p in plain.named_parameters() if ".experts." in name and p.dim() == 3}
+    assert len(weights) == (2 if family == "deepseek_v3" else 4)
+    for kind in experts_on_ranks.KINDS:
+        expected = {}
+        for name, matrices in weights.items():
+            nested = None
             if kind == "double":
-                packed, state = functional.quantize_4bit(matrices, quant_type="nf4", compress_statistics=True)
-                assert torch.equal(codes, packed.flatten())
-                assert torch.equal(scales[: state.absmax.numel()], state.absmax)
-                continue
+                _, state = functional.quantize_4bit(matrices, quant_type="nf4", compress_statistics=True)
+                nested = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
             for expert, matrix in enumerate(matrices):
                 if kind == "int8":
                     packed, magnitudes, _ = functional.int8_vectorwise_quant(matrix.to(torch.float16))
                 else:
                     packed, state = functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
-                    magnitudes = state.absmax
-                for held, expected in ((codes, packed.view(torch.uint8)), (scales, magnitudes.view(torch.uint8))):
-                    own = held.view(len(matrices), -1)[expert]
-                    assert torch.equal(own, expected.flatten()), (name, expert)
-        assert quantization.bits == layers[0][1].quantization.bits
+                    magnitudes = state.absmax if nested is None else nested.view(len(matrices), -1)[expert]
+                expected[f"{name}.{expert}"] = experts_on_ranks.digest(packed, magnitudes)
+        assert expert_bytes(layout)[f"{family} {kind}"] == expected
 
 
 def test_no_expert_is_kept_dequantized_for_the_backward(recipes: dict[str, Path], folder: Path) -> None:

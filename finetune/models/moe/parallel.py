@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from finetune.config.model_rules import shard_experts
 from finetune.distributed.accelerator import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
-from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World, set_timeouts
 from finetune.models.moe.experts import add_factors, compute_experts, expert_modules, take_over_adapters
+from finetune.models.quantized.expert_layers import expert_weights, quantized_children, recompute_dequantized
 
 
 def divide_experts(model: nn.Module, world: World) -> None:
@@ -78,7 +78,7 @@ class DividedExperts:
     def __init__(self, module: nn.Module, mesh: DeviceMesh, adapters: Sequence[Any] = ()) -> None:
         self.module, self.group, self.size, self.adapters = module, mesh.get_group(), mesh.size(), adapters
         parameters = dict(module.named_parameters(recurse=False))
-        self.experts = next(iter(parameters.values())).shape[0]
+        self.experts: int = module.num_experts  # type: ignore[assignment]
         self.local_experts = self.experts // self.size
         self.first = mesh.get_local_rank() * self.local_experts
         for name, parameter in parameters.items():
@@ -86,6 +86,8 @@ class DividedExperts:
             local = parameter.new_empty((self.local_experts, *parameter.shape[1:]))
             whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        for name, weight in quantized_children(module).items():  # each rank's own, which no checkpoint holds
+            setattr(module, name, weight.take_part(slice(self.first, self.first + self.local_experts)))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """hidden [tokens, width]; chosen int64[tokens, k], the experts of each token; weights [tokens, k] -> [tokens,
@@ -100,7 +102,8 @@ class DividedExperts:
         sent, received = torch.stack([counts, arriving]).view(2, self.size, self.local_experts).sum(-1).tolist()
         rows: Tensor = _Exchange.apply(hidden[order // per_token], sent, received, self.group)  # type: ignore[no-untyped-call]
         local = torch.arange(self.local_experts, device=flat.device).repeat(self.size)
-        outputs = self.compute(rows, local.repeat_interleave(arriving, output_size=sum(received)))
+        own = local.repeat_interleave(arriving, output_size=sum(received))
+        outputs = recompute_dequantized(self.module, self.compute, rows, own)
         returned: Tensor = _Exchange.apply(outputs, received, sent, self.group)  # type: ignore[no-untyped-call]
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
@@ -120,7 +123,7 @@ class DividedExperts:
 
     def adapted_parameters(self) -> dict[str, Tensor]:
         """This rank's part of each parameter, with the product of its adapter's factors added as peft does it."""
-        found = {name: local_part(parameter) for name, parameter in self.module.named_parameters(recurse=False)}
+        found = expert_weights(self.module)
         add_factors(found, self.adapters, slice(self.first, self.first + self.local_experts))
         return found
 
@@ -128,7 +131,9 @@ class DividedExperts:
 def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[nn.Parameter], Shard]:
     """For `fully_shard` over `shards` ranks: whole experts for each rank where they divide evenly, else rows of every
     expert."""
-    by_dim = {}
+    by_dim = {
+        id(parameter): Shard(0) for weight in quantized_children(module).values() for parameter in weight.parameters()
+    }
     for name, parameter in module.named_parameters(recurse=False):
         held = shard_experts(tuple(parameter.shape), size, shards)
         assert held is not None, f"{name}: refused by the rule `experts over shards`"

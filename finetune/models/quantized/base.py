@@ -255,20 +255,22 @@ def dequantized_values(
 def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> None:
     codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
     in_rows = layer.quantization.bits == 8
-    columns, numbers = layer.shape[-1], math.prod(layer.shape)
+    columns, numbers = layer.whole[-1], math.prod(layer.whole)
     block = columns if in_rows else layer.block  # numbers
     block_bytes = block if in_rows else block // 2
+    start = layer.part.start * math.prod(layer.whole[1:]) // block * block_bytes  # of this rank's experts
+    begin, end = start + begin, start + end
     magnitudes = torch.zeros(-(-numbers // block), device=world.device)
     if begin < end:
         first, last = begin // block_bytes, -(-end // block_bytes)
-        part = _read_numbers(weight, layer.shape, values, first * block, min(last * block, numbers)).to(world.device)
+        part = _read_numbers(weight, layer.whole, values, first * block, min(last * block, numbers)).to(world.device)
         own, magnitudes[first:last] = quantize_blocks(part.view(-1, columns) if in_rows else part, layer.quantization)
         codes.copy_(own[begin - first * block_bytes : end - first * block_bytes])
     if isinstance(layer.get_parameter(CODES), DTensor):
         # Blocks that two ranks share, and replicas of hybrid sharding, have the same magnitude on each.
         dist.all_reduce(magnitudes, dist.ReduceOp.MAX)
     scales, begin, end = _own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
-    scales.copy_(pack_scales(magnitudes, layer.quantization)[begin:end])
+    scales.copy_(layer.own_scales(pack_scales(magnitudes, layer.whole_quantization))[begin:end])
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ The weights of all experts of a layer are dequantized together, and the factors 
 transformers' own function computes with them. None of that is kept for the backward, which does it again.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune.config.schema import Quantization
+from finetune.distributed.parallelize import local_part
 from finetune.models.moe.experts import add_factors, compute_experts, take_over_adapters
 from finetune.models.quantized.linear import CODES, SCALES, QuantizedWeight, weights_of
 
@@ -32,30 +33,46 @@ def quantize_experts(
         if parameter.requires_grad:  # modules_to_save
             continue
         delattr(experts, name)
-        setattr(experts, name, QuantizedWeight(tuple(parameter.shape), quantization, dtype))
+        weight = QuantizedWeight(tuple(parameter.shape), quantization, dtype)
+        weight.keeps_dequantized = experts in checkpointed
+        setattr(experts, name, weight)
         names += [f"{name}.{CODES}", f"{name}.{SCALES}"]
     if names:
-        adapters = take_over_adapters(model, experts)
-        experts.forward = _QuantizedExperts(experts, adapters, is_recomputed=experts in checkpointed).forward
+        experts.forward = _QuantizedExperts(experts, take_over_adapters(model, experts)).forward
     return names
+
+
+def quantized_children(experts: nn.Module) -> dict[str, QuantizedWeight]:
+    """The weights of `experts` that are quantized, by name."""
+    return {name: each for name, each in experts.named_children() if isinstance(each, QuantizedWeight)}
+
+
+def expert_weights(experts: nn.Module) -> dict[str, Tensor]:
+    """The parameters of `experts` as this rank has them, those that are quantized dequantized."""
+    weights = {name: local_part(parameter) for name, parameter in experts.named_parameters(recurse=False)}
+    return weights | {name: each.dequantize(each.dtype) for name, each in quantized_children(experts).items()}
+
+
+def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
+    """What `compute` returns. Where it dequantizes weights of `experts`, the backward does so again, and nothing of
+    them is kept."""
+    weights = quantized_children(experts).values()
+    if not torch.is_grad_enabled() or all(weight.keeps_dequantized for weight in weights):
+        return compute(*inputs)
+    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is random
 
 
 class _QuantizedExperts:
     """What `module`, a layer of experts with quantized weights and peft's `adapters`, computes."""
 
-    def __init__(self, module: nn.Module, adapters: Sequence[Any], *, is_recomputed: bool) -> None:
-        self.module, self.adapters, self.is_recomputed = module, adapters, is_recomputed
+    def __init__(self, module: nn.Module, adapters: Sequence[Any]) -> None:
+        self.module, self.adapters = module, adapters
 
     def forward(self, *inputs: Any) -> Any:
-        if self.is_recomputed or not torch.is_grad_enabled():
-            return self.compute(*inputs)
-        return checkpoint(self.compute, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+        return recompute_dequantized(self.module, self.compute, *inputs)
 
     def compute(self, *inputs: Any) -> Any:
-        weights: dict[str, Tensor] = dict(self.module.named_parameters(recurse=False))
-        for name, weight in self.module.named_children():
-            if isinstance(weight, QuantizedWeight):
-                weights[name] = weight.dequantize(weight.dtype)
+        weights = expert_weights(self.module)
         add_factors(weights, self.adapters)
         experts: int = self.module.num_experts  # type: ignore[assignment]
         return compute_experts(self.module, weights, experts, *inputs)

@@ -16,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from finetune.config.quantization import BLOCK, LOAD_KEYS, NESTED_BLOCK, quantize_to, quantized_bytes
+from finetune.config.quantization import (
+    BLOCK,
+    LOAD_KEYS,
+    NESTED_BLOCK,
+    divide_quantization,
+    quantize_to,
+    quantized_bytes,
+)
 from finetune.config.schema import Quantization
 from finetune.constants import FP32
 from finetune.distributed.language_model import text_modules
@@ -115,17 +122,21 @@ def join_nested_scales(codes: Tensor, magnitudes: Tensor, mean: Tensor) -> Tenso
     return torch.cat([codes, filling, magnitudes.view(torch.uint8), mean.view(1).view(torch.uint8)])
 
 
+def split_nested_scales(quantized: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of double-quantized scales: codes uint8[blocks], fp32[nested blocks], and the mean, fp32[]."""
+    blocks = -(-prod(quantized.shape) // quantized.block)
+    nested = quantized.scales[-(-blocks // FP32) * FP32 :].view(torch.float32)
+    return quantized.scales[:blocks], nested[:-1], nested[-1]
+
+
 def unpack_scales(quantized: QuantizedTensor) -> Tensor:
     """The largest magnitude of each block of a 4-bit weight, fp32[blocks]."""
     if not quantized.quantization.bnb_4bit_use_double_quant:
         return quantized.scales.view(torch.float32)
-    blocks = -(-prod(quantized.shape) // quantized.block)
-    start = -(-blocks // FP32) * FP32
-    nested = quantized.scales[start:].view(torch.float32)
-    magnitudes: Tensor = _bitsandbytes_ops().dequantize_blockwise(
-        quantized.scales[:blocks], nested[:-1], nested_values(nested.device), NESTED_BLOCK, torch.float32
-    )
-    return magnitudes + nested[-1]
+    codes, nested, mean = split_nested_scales(quantized)
+    values = nested_values(nested.device)
+    magnitudes: Tensor = _bitsandbytes_ops().dequantize_blockwise(codes, nested, values, NESTED_BLOCK, torch.float32)
+    return magnitudes + mean
 
 
 @cache
@@ -208,19 +219,51 @@ Form = tuple[int, int, int, str, bool, int]  # rows, columns, bits, quant_type, 
 
 
 class QuantizedWeight(nn.Module):
-    """A quantized, frozen weight [..., columns]: stands in a layer of experts under the name of the parameter."""
+    """A quantized, frozen weight [..., columns]: stands in a layer of experts under the name of the parameter.
+
+    `part`: of the `whole` weight, the experts that this rank alone keeps, with the codes and scales of the whole.
+    """
 
     leaf = ""  # ends the name of the weight after the module's
 
     def __init__(
-        self, shape: tuple[int, ...], quantization: Quantization, dtype: torch.dtype, block: int = BLOCK
+        self,
+        whole: tuple[int, ...],
+        quantization: Quantization,
+        dtype: torch.dtype,
+        block: int = BLOCK,
+        part: slice | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self.shape, self.quantization, self.block = shape, quantization, block
-        self.sizes = quantized_bytes(prod(shape[:-1]), shape[-1], quantization, block)
+        self.whole, self.whole_quantization, self.part = whole, quantization, part or slice(0, whole[0])
+        self.shape, self.block = (self.part.stop - self.part.start, *whole[1:]), block
+        self.quantization = quantization if part is None else divide_quantization(prod(self.shape), quantization)
+        self.sizes = quantized_bytes(prod(self.shape[:-1]), self.shape[-1], self.quantization, block)
+        self.keeps_dequantized = False  # whether what is dequantized is left for autograd to keep
         for name, size in ((CODES, self.sizes.codes), (SCALES, self.sizes.scales)):
             numbers = torch.empty(-(-size // dtype.itemsize), dtype=dtype, device="meta")
             self.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
+
+    def take_part(self, part: slice) -> "QuantizedWeight":
+        """The weight, on meta, of these experts alone."""
+        taken = QuantizedWeight(self.whole, self.whole_quantization, self.dtype, self.block, part)
+        taken.keeps_dequantized = self.keeps_dequantized
+        return taken
+
+    def own_scales(self, scales: Tensor) -> Tensor:
+        """What this part keeps of the `scales` of the whole weight."""
+        if self.shape == self.whole:
+            return scales
+        each = prod(self.whole[1:-1]) if self.whole_quantization.bits == 8 else prod(self.whole[1:])
+        under = 1 if self.whole_quantization.bits == 8 else self.block  # numbers, or rows, under a scale
+        first, last = self.part.start * each // under, self.part.stop * each // under
+        if not self.whole_quantization.bnb_4bit_use_double_quant:
+            return scales.view(torch.float32)[first:last].view(torch.uint8)
+        whole = QuantizedTensor(scales[:0], scales, self.whole, self.whole_quantization, self.block)
+        if not self.quantization.bnb_4bit_use_double_quant:
+            return unpack_scales(whole)[first:last].view(torch.uint8)
+        codes, nested, mean = split_nested_scales(whole)
+        return join_nested_scales(codes[first:last], nested[first // NESTED_BLOCK : last // NESTED_BLOCK], mean)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -254,7 +297,6 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         super().__init__((linear.out_features, linear.in_features), quantization, dtype, block)
         self.out_features, self.in_features = self.shape
         self.register_parameter("bias", linear.bias)
-        self.keeps_dequantized = False
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
