@@ -16,8 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from finetune.checkpoint.manifest import fingerprint_inputs
-from finetune.checkpoint.resume import find_start, load_start
+from finetune.checkpoint.resume import find_start, fingerprint_inputs, load_start
 from finetune.checkpoint.retention import step_folder
 from finetune.checkpoint.save import Saver
 from finetune.config.accelerate_file import read_sharding

@@ -164,7 +164,7 @@ def _is_base_the_trained_one(source: Source, given: str | None, log: Callable[[s
     Raises `UserError` where it has others, unless the user named that base with --base-model: then the difference is
     logged.
     """
-    from finetune.checkpoint.manifest import hash_base  # imports the data libraries
+    from finetune.checkpoint.resume import hash_base  # imports the data libraries
 
     trained_on = source.state.get("inputs", {}).get("base")
     if source.adapter is None or source.base is None or trained_on is None or hash_base(source.base) == trained_on:

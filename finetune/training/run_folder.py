@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from finetune import __version__
-from finetune.checkpoint.manifest import refuse_damaged_model
+from finetune.checkpoint.resume import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
 from finetune.config.layout import to_accelerate_config
 from finetune.config.reader import write_recipe

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from finetune.checkpoint.manifest import find_changed_inputs, fingerprint_inputs
+from finetune.checkpoint.resume import find_changed_inputs, fingerprint_inputs
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe

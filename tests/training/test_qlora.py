@@ -11,8 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from finetune.checkpoint.manifest import hash_base
-from finetune.checkpoint.resume import load
+from finetune.checkpoint.resume import hash_base, load
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.distributed.world import join, leave
