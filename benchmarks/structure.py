@@ -25,7 +25,7 @@ SPREAD = {
     "tp_size": r"tp_size|tensor_parallel_size",
     "load_in_4bit": r"load_in_4bit",
     "optim": r"optimization\.optim\b|\"optim\"",
-    "packing": r"data\.packing|\"packing\"",
+    "packing": r"(?<!finetune\.)data\.packing|\"packing\"",
     "max_length": r"\bmax_length\b",
 }
 Sources = Mapping[str, str]

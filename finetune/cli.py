@@ -153,7 +153,7 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     _flag(inspect, "--json", "print JSON")
 
 
-def _add_commands_on_folders(subcommands: "Subcommands") -> None:
+def _add_export(subcommands: "Subcommands") -> None:
     export = _add(subcommands, "export", "turn a checkpoint into a verified Hugging Face folder")
     _take(export, "source", "RUN_OR_CHECKPOINT", "a run's folder (its newest checkpoint), or a checkpoint")
     _take(export, "--output", "DIR", "the folder to make", required=True)
@@ -189,6 +189,9 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     _take(export, "--push-to-hub", "REPO", "upload the verified folder to this hub repository")
     _flag(export, "--trust-remote-code", "run the base model's own code")
 
+
+def _add_commands_on_folders(subcommands: "Subcommands") -> None:
+    _add_export(subcommands)
     _add_chat(subcommands)
     _add_evaluate(subcommands)
     _add_serve_check(subcommands)

@@ -113,11 +113,9 @@ def read_file(path: Path) -> Settings:
         return _read_deepspeed_file(path)
     if values.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise UserError(f"{where['compute_environment']}: SageMaker is not supported; use a file for LOCAL_MACHINE")
-    for key in values.keys() - ACCELERATE_KEYS - OTHER_SECTIONS.keys():
-        problems.append(f"{where[key]}: {key}: {_explain_unknown_key(key)}")
-    for key in values.keys() & OTHER_SECTIONS.keys():
-        if values[key]:
-            problems.append(f"{where[key]}: {key}: {OTHER_SECTIONS[key]}")
+    unknown = values.keys() - ACCELERATE_KEYS - OTHER_SECTIONS.keys()
+    problems += [f"{where[key]}: {key}: {_explain_unknown_key(key)}" for key in unknown]
+    problems += [f"{where[key]}: {key}: {text}" for key, text in OTHER_SECTIONS.items() if values.get(key)]
     fsdp = _read_section(values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems)
     mesh_keys = {*MESH_KEYS, *OTHER_MESH_KEYS}
     mesh = _read_section(values, "parallelism_config", "parallelism_config_", mesh_keys, where, problems)

@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _not_under(
         "cp_size", ("cp_size",), lambda c: c.layout.sequence_parallel_size > 1,
-        "the ratio of a sequence is not summed over its ranks", "set cp_size (or sp_size) to 1, or use tp_size",
+        "the ratio of a sequence is not summed over its ranks", "set cp_size (or sp_size) to 1",
     ),
     _not_under(
         "expert_parallel_size", ("expert_parallel_size",), lambda c: c.layout.expert_parallel_size > 1,

@@ -15,7 +15,6 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.config.schema import Recipe, compute_global_batch_size
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.examples import Examples, refuse_typed_images
 from finetune.data.images import ImageProcessor
@@ -23,7 +22,6 @@ from finetune.data.messages import BadRow
 from finetune.data.packing import BatchConfig, Rows, arrange_epoch
 from finetune.distributed.collective import DataParallelRank
 from finetune.errors import UserError
-from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.data.data_report import Report
@@ -399,36 +397,6 @@ class StoredBatches:
         if self.world.device.type != "cuda":
             return batch
         return replace(batch, micro_batches=tuple(micro_batch.pin_memory() for micro_batch in batch.micro_batches))
-
-
-def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world: DataParallelRank) -> StoredBatches:
-    """The batches of a run. Raises `UserError` for fewer rows than ranks."""
-    config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
-    size = recipe.batch.per_device_train_batch_size
-    train = make_batches(examples, config, world, size, tokenizer, recipe.data.dataloader_num_workers)
-    if train.rows_per_epoch < world.size:
-        given, less = "", ""
-        if config.packing:
-            given = f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
-            less = ", a smaller max_length, or packing: false"
-        raise UserError(
-            f"{recipe.place_of('datasets')}: datasets: {counted(train.rows_per_epoch, 'row')}{given} "
-            f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give more data "
-            f"or fewer ranks{less}"
-        )
-    epochs = recipe.optimization.num_train_epochs
-    return replace(train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch))
-
-
-def make_eval_batches(
-    recipe: Recipe, held_out: Examples | None, tokenizer: Any, world: DataParallelRank
-) -> StoredBatches | None:
-    """One pass over the held-out examples. Their order does not matter to a loss that weighs every token alike."""
-    if held_out is None or not len(held_out):
-        return None
-    size = recipe.batch.per_device_eval_batch_size or recipe.batch.per_device_train_batch_size
-    config = BatchConfig.from_recipe(recipe, size * world.size)
-    return make_batches(held_out, config, world, size, tokenizer, recipe.data.dataloader_num_workers)
 
 
 def make_batches(

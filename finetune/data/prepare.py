@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,20 +18,17 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data, DatasetSource, Recipe, compute_global_batch_size
 from finetune.config.user_code import plain_row
-from finetune.data.batches import (
-    MicroBatch,
-    OnReport,
-    StepBatch,
-    StoredBatches,
-    make_batches,
-    make_eval_batches,
-    make_train_batches,
-)
+from finetune.data.batches import MicroBatch, OnReport, StepBatch, StoredBatches, make_batches
 from finetune.data.data_report import DataReport, Report, SourceReport, StreamReport, make_report
 from finetune.data.examples import Examples, Prompt, cut_prompts
 from finetune.data.mixture import find_held_out_in_training, find_same_ratings, hold_out, mix_sources, select_examples
 from finetune.data.packing import BatchConfig, make_generator
-from finetune.data.sources import RowBatch, find_splits, fingerprint_samples, list_files, read_rows
+from finetune.data.sources import (
+    RowBatch,
+    describe_source,
+    fingerprint_samples,
+    interleave_sources,
+)
 from finetune.data.token_cache import cache_folder, hash_inputs, open_cached_store, open_or_write_store
 from finetune.data.token_store import Tokens, TokenStore, keep_in_memory
 from finetune.data.tokenize import SourceStats, tokenize_rows
@@ -38,9 +36,9 @@ from finetune.data.tokenizer import PLAIN
 from finetune.distributed.collective import DataParallelRank
 from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file
+from finetune.units import counted
 
 BLOCK_ROWS = 8192  # rows that are shuffled together
-RUN_ROWS = 64  # rows read from one source before the next is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +212,7 @@ def open_stream(
     if not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
-    content = [_describe(source) for source in data.datasets]
+    content = [describe_source(source) for source in data.datasets]
     kind = recipe.method_facts.rows
     key = hash_inputs(data, tokenizer, kind, content, asdict(config), data.overlength)
     # Blocks are this launch's alone (its ranks have one parent); the notes beside them are everybody's.
@@ -227,40 +225,6 @@ def open_stream(
     report = StreamReport(data.max_length, eval_sources, first_rows)
     size = recipe.batch.per_device_train_batch_size
     return StreamedBatches(recipe, tokenizer, config, size, steps, world, report, folder, kind)
-
-
-def interleave_sources(
-    sources: tuple[DatasetSource, ...], seed: int, skip: int = 0
-) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
-    """(source, some of its rows, full passes over every source so far), endlessly.
-
-    Which source comes next is drawn by weight; one that ends is read again from its start. The first `skip` draws are
-    skipped.
-    """
-    random = make_generator(seed, "interleave")
-    weights = [source.weight / sum(source.weight for source in sources) for source in sources]
-    passes = [0] * len(sources)
-    readers = [read_rows(source, streaming=True, batch_rows=RUN_ROWS) for source in sources]
-    drawn = 0
-    while True:
-        i = int(random.choice(len(sources), p=weights))
-        batch = next(readers[i], None)
-        if batch is None:
-            passes[i] += 1
-            readers[i] = read_rows(sources[i], streaming=True, batch_rows=RUN_ROWS)
-            batch = next(readers[i], None)
-            if batch is None:
-                raise UserError(f"{sources[i].origin}: it has no rows")
-        drawn += 1
-        if drawn > skip:
-            yield sources[i], batch, min(passes)
-
-
-def _describe(source: DatasetSource) -> Any:
-    """A source and, where it is local, its files with size and time: their content would take too long to hash."""
-    splits = {"function": list_files(source)} if source.function else find_splits(source.path) or {}
-    files = [(file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for f in splits.values() for file in f]
-    return asdict(source), files
 
 
 def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note) -> StepBatch:
@@ -414,3 +378,33 @@ def _read_sources(
     ]
     parts = [examples for examples, _ in selected]
     return mix_sources(parts, sources, seed) if parts else None, tuple(report for _, report in selected)
+
+
+def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world: DataParallelRank) -> StoredBatches:
+    """The batches of a run. Raises `UserError` for fewer rows than ranks."""
+    config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
+    size = recipe.batch.per_device_train_batch_size
+    train = make_batches(examples, config, world, size, tokenizer, recipe.data.dataloader_num_workers)
+    if train.rows_per_epoch < world.size:
+        given, less = "", ""
+        if config.packing:
+            given = f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
+            less = ", a smaller max_length, or packing: false"
+        raise UserError(
+            f"{recipe.place_of('datasets')}: datasets: {counted(train.rows_per_epoch, 'row')}{given} "
+            f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give more data "
+            f"or fewer ranks{less}"
+        )
+    epochs = recipe.optimization.num_train_epochs
+    return replace(train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch))
+
+
+def make_eval_batches(
+    recipe: Recipe, held_out: Examples | None, tokenizer: Any, world: DataParallelRank
+) -> StoredBatches | None:
+    """One pass over the held-out examples. Their order does not matter to a loss that weighs every token alike."""
+    if held_out is None or not len(held_out):
+        return None
+    size = recipe.batch.per_device_eval_batch_size or recipe.batch.per_device_train_batch_size
+    config = BatchConfig.from_recipe(recipe, size * world.size)
+    return make_batches(held_out, config, world, size, tokenizer, recipe.data.dataloader_num_workers)

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from glob import escape
 from itertools import count, islice
@@ -249,3 +249,40 @@ def _hash_samples(path: str, most: int) -> tuple[int, str]:
             file.seek(index * last // max(1, count - 1) * SAMPLE_BYTES)
             digest.update(file.read(SAMPLE_BYTES))
     return size, digest.hexdigest()
+
+
+RUN_ROWS = 64  # rows read from one source before the next is drawn
+
+
+def interleave_sources(
+    sources: tuple[DatasetSource, ...], seed: int, skip: int = 0
+) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
+    """(source, some of its rows, full passes over every source so far), endlessly.
+
+    Which source comes next is drawn by weight; one that ends is read again from its start. The first `skip` draws are
+    skipped.
+    """
+    random = make_generator(seed, "interleave")
+    weights = [source.weight / sum(source.weight for source in sources) for source in sources]
+    passes = [0] * len(sources)
+    readers = [read_rows(source, streaming=True, batch_rows=RUN_ROWS) for source in sources]
+    drawn = 0
+    while True:
+        i = int(random.choice(len(sources), p=weights))
+        batch = next(readers[i], None)
+        if batch is None:
+            passes[i] += 1
+            readers[i] = read_rows(sources[i], streaming=True, batch_rows=RUN_ROWS)
+            batch = next(readers[i], None)
+            if batch is None:
+                raise UserError(f"{sources[i].origin}: it has no rows")
+        drawn += 1
+        if drawn > skip:
+            yield sources[i], batch, min(passes)
+
+
+def describe_source(source: DatasetSource) -> Any:
+    """A source and, where it is local, its files with size and time: their content would take too long to hash."""
+    splits = {"function": list_files(source)} if source.function else find_splits(source.path) or {}
+    files = [(file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for f in splits.values() for file in f]
+    return asdict(source), files

@@ -24,7 +24,7 @@ BASE_LAYER = ".base_layer."
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class WeightUpdate:
     """What an adapter does to one tensor of its base, a few rows at a time, in float32."""
 
     apply: Callable[[torch.Tensor, Slices], torch.Tensor]  # (elements of the base, where they are) -> the same, updated
@@ -54,12 +54,12 @@ def _is_own_base(name: str) -> bool:
     return BASE_LAYER in name and ".lora_" not in name
 
 
-def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, Update]:
+def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, WeightUpdate]:
     """Base tensor -> what the adapter does to it.
 
     Raises `UserError` where a tensor of the adapter fits no module or has a wrong shape.
     """
-    found: dict[str, Update] = {}
+    found: dict[str, WeightUpdate] = {}
     parameters = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
     for name in sorted(adapter.tensors):
         module = name.rpartition(".lora_")[0]
@@ -87,14 +87,14 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
     return found
 
 
-def find_parameter_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, Update]:
+def find_parameter_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, WeightUpdate]:
     """Those of `find_updates` that peft's target_parameters name."""
     named = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
     updates = find_updates(adapter, target, where) if named else {}
     return {parameter.name: updates[parameter.name] for parameter in named.values() if parameter.name in updates}
 
 
-def merged_value(update: Update, base: Value) -> Value:
+def merged_value(update: WeightUpdate, base: Value) -> Value:
     """The base tensor with its update merged."""
 
     def rows(start: int, stop: int) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _match_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any,
     return default
 
 
-def check_mergeable(adapter: Adapter, updates: Mapping[str, Update], target: TargetModel, where: str) -> None:
+def check_mergeable(adapter: Adapter, updates: Mapping[str, WeightUpdate], target: TargetModel, where: str) -> None:
     """Raises `UserError` where the base with its updates would not be the model that was trained."""
     reason = why_unsupported(adapter.config)
     firsts = {name for name in target.tied.values() if name in updates and not updates[name].is_whole}
@@ -132,7 +132,7 @@ def check_mergeable(adapter: Adapter, updates: Mapping[str, Update], target: Tar
         raise UserError(f"{where}: {reason}; --adapter-only exports the adapter as it is")
 
 
-def _parameter_update(adapter: Adapter, module: str, parameter: AdaptedParameter, where: str) -> Update:
+def _parameter_update(adapter: Adapter, module: str, parameter: AdaptedParameter, where: str) -> WeightUpdate:
     """The update of a parameter that is adapted as such: that of a layer's experts, or the weight of a linear layer."""
     if len(parameter.shape) == 2:
         return _linear_update(adapter, module, parameter.name, where)
@@ -151,10 +151,10 @@ def _parameter_update(adapter: Adapter, module: str, parameter: AdaptedParameter
             updated[place] += (product.T if parameter.is_transposed else product) * scale
         return updated
 
-    return Update(apply, shape, frozenset({a.name, b.name}))
+    return WeightUpdate(apply, shape, frozenset({a.name, b.name}))
 
 
-def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) -> Update:
+def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) -> WeightUpdate:
     a, b, scale, _ = _factors(adapter, module, weight_name, where)
     name = f"{module}.lora_magnitude_vector"
     magnitude = adapter.tensors.get(name)
@@ -172,10 +172,10 @@ def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) 
         return (read_slice(magnitude, rows).float() / lengths)[:, None] * weight
 
     used = {a.name, b.name} | ({magnitude.name} if magnitude else set())
-    return Update(apply, (b.shape[0], a.shape[1]), frozenset(used), needs_whole_rows=magnitude is not None)
+    return WeightUpdate(apply, (b.shape[0], a.shape[1]), frozenset(used), needs_whole_rows=magnitude is not None)
 
 
-def _embedding_update(adapter: Adapter, module: str, where: str) -> Update:
+def _embedding_update(adapter: Adapter, module: str, where: str) -> WeightUpdate:
     """The update of an embedding is (B A)ᵀ: A has a column, the result a row for each token."""
     a, b, scale, _ = _factors(adapter, module, f"{module}.weight", where, kind="lora_embedding_{}")
     if adapter.config.get("use_dora"):
@@ -184,22 +184,22 @@ def _embedding_update(adapter: Adapter, module: str, where: str) -> Update:
     def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
         return weight + (read(b).float() @ read_slice(a, (slice(None), *slices[:1])).float()).T * scale
 
-    return Update(apply, (a.shape[1], b.shape[0]), frozenset({a.name, b.name}), needs_whole_rows=True)
+    return WeightUpdate(apply, (a.shape[1], b.shape[0]), frozenset({a.name, b.name}), needs_whole_rows=True)
 
 
-def _bias_update(adapter: Adapter, module: str, where: str) -> Update:
+def _bias_update(adapter: Adapter, module: str, where: str) -> WeightUpdate:
     bias = adapter.tensors[f"{module}.lora_B.bias"]
     scale, _ = scale_of(adapter.config, module, where)
-    return Update(
+    return WeightUpdate(
         lambda base, slices: base + scale * read_slice(bias, slices).float(),
         bias.shape,
         frozenset({bias.name}),
     )
 
 
-def _replacement(tensor: StoredTensor, name: str) -> Update:
+def _replacement(tensor: StoredTensor, name: str) -> WeightUpdate:
     """A tensor that was trained whole (modules_to_save, or a bias)."""
-    return Update(
+    return WeightUpdate(
         lambda _, slices: as_floating(read_slice(tensor, slices)), tensor.shape, frozenset({tensor.name}), is_whole=True
     )
 
@@ -320,7 +320,7 @@ def plan_values(
     Raises `UserError` where the adapter does not fit the target, or merging it would not give the model that was
     trained.
     """
-    updates: Mapping[str, Update] = {}
+    updates: Mapping[str, WeightUpdate] = {}
     if source.adapter is not None:
         updates = find_updates(source.adapter, target, str(source.path))
         check_mergeable(source.adapter, updates, target, str(source.path))

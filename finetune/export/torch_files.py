@@ -257,7 +257,7 @@ def _limit_resources() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-class _StandIn:
+class _Unread:
     """In place of a class of torch's: keeps its attributes as a mapping, and runs nothing."""
 
     attributes: Mapping[str, Any] = MappingProxyType({})
@@ -272,13 +272,13 @@ class _StandIn:
 _DCP = "torch.distributed.checkpoint"
 # The only names that DCP writes, and what is called for each.
 _STAND_INS: Mapping[tuple[str, str], type] = {
-    **{(f"{_DCP}.metadata", name): _StandIn for name in ("Metadata", "MetadataIndex", "StorageMeta")},
-    **{(f"{_DCP}.metadata", f"{name}StorageMetadata"): _StandIn for name in ("Tensor", "Bytes", "Chunk")},
-    **{(f"{_DCP}.metadata", name): _StandIn for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")},
-    (f"{_DCP}.filesystem", "_StorageInfo"): _StandIn,
-    ("torch.serialization", "_get_layout"): _StandIn,
-    ("builtins", "getattr"): _StandIn,  # Python 3.11.0 to 3.11.3 wrote the members of an enumeration by it
-    **{(module, f"{kind}Path"): _StandIn for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")},
+    **{(f"{_DCP}.metadata", name): _Unread for name in ("Metadata", "MetadataIndex", "StorageMeta")},
+    **{(f"{_DCP}.metadata", f"{name}StorageMetadata"): _Unread for name in ("Tensor", "Bytes", "Chunk")},
+    **{(f"{_DCP}.metadata", name): _Unread for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")},
+    (f"{_DCP}.filesystem", "_StorageInfo"): _Unread,
+    ("torch.serialization", "_get_layout"): _Unread,
+    ("builtins", "getattr"): _Unread,  # Python 3.11.0 to 3.11.3 wrote the members of an enumeration by it
+    **{(module, f"{kind}Path"): _Unread for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")},
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
 }
@@ -315,7 +315,7 @@ class _MetadataReader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> type:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return _StandIn
+            return _Unread
         if (module, name) not in _STAND_INS:
             raise UserError(f"wants to import {module}.{name}, which no checkpoint needs; do not trust this folder")
         return _STAND_INS[module, name]
@@ -358,7 +358,7 @@ def _dcp_folder(folder: Path) -> dict[str, Any]:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    return value.attributes if isinstance(value, _StandIn) else {}
+    return value.attributes if isinstance(value, _Unread) else {}
 
 
 def _dcp_part(folder: Path, index: Mapping[str, Any], info: Mapping[str, Any], opened: dict[Path, MappedFile]) -> Place:

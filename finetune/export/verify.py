@@ -105,7 +105,7 @@ def start_logits(
     is_dequantized = weights.merge is not None and weights.merge.onto == "dequantized"
     quantized = find_quantized(source, target) if is_dequantized else frozenset()
     read_dequantized = make_dequantizer(source)
-    model, adapter, ended, merged = target.model, source.adapter, Event(), dict[str, lora.Update]()
+    model, adapter, ended, merged = target.model, source.adapter, Event(), dict[str, lora.WeightUpdate]()
     if adapter is not None:
         other = describe_target(source.description, trust_remote_code=trust_remote_code)
         merged = lora.find_parameter_updates(adapter, target, str(source.path))

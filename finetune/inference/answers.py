@@ -25,7 +25,7 @@ from finetune.inference.inference_model import InferenceModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class AnswerOptions:
     """How tokens are chosen. None: as the model's generation_config.json says."""
 
     max_new_tokens: int = 512
@@ -46,7 +46,7 @@ class Answer:
 
 
 def answer(
-    model: InferenceModel, conversation: Conversation, sampling: Sampling, write: Callable[[str], object]
+    model: InferenceModel, conversation: Conversation, sampling: AnswerOptions, write: Callable[[str], object]
 ) -> Answer:
     """The model's answer to a conversation; `write` gets each piece of it as it is made.
 
@@ -129,7 +129,7 @@ def end_ids(model: InferenceModel) -> list[int]:
     )
 
 
-def _sampling_options(model: InferenceModel, sampling: Sampling) -> dict[str, Any]:
+def _sampling_options(model: InferenceModel, sampling: AnswerOptions) -> dict[str, Any]:
     ends = end_ids(model)
     pad = model.tokenizer.pad_token_id
     options: dict[str, Any] = {

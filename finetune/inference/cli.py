@@ -30,7 +30,7 @@ from finetune.inference.prompts import check_utf8, make_prompt, read_piped_promp
 from finetune.plan.table import align_columns
 
 if TYPE_CHECKING:
-    from finetune.inference.answers import Sampling
+    from finetune.inference.answers import AnswerOptions
     from finetune.inference.conversation import Speaker
 
 
@@ -44,9 +44,11 @@ def chat_command(options: argparse.Namespace) -> int:
     if not prompts and options.json:
         raise UserError("--json: for scripts; give prompts with --prompt, --prompts or a pipe")
 
-    from finetune.inference.answers import Sampling
+    from finetune.inference.answers import AnswerOptions
 
-    sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p)
+    sampling = AnswerOptions(
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p
+    )
     speakers = _load_speakers(options, reference, other)
     if prompts:
         return _answer_all(speakers, prompts, sampling, as_json=options.json)
@@ -259,7 +261,7 @@ def _load_speakers(
 
 
 def _answer_all(
-    speakers: "Sequence[Speaker]", prompts: Sequence[Conversation], sampling: "Sampling", *, as_json: bool
+    speakers: "Sequence[Speaker]", prompts: Sequence[Conversation], sampling: "AnswerOptions", *, as_json: bool
 ) -> int:
     """Prints the answers to every prompt: alone where there is one of each, else under the prompt and the model's
     label."""

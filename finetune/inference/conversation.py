@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.data.messages import Message
 from finetune.errors import UserError
-from finetune.inference.answers import Answer, Sampling, answer
+from finetune.inference.answers import Answer, AnswerOptions, answer
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.prompts import ask, check_utf8, system_message, user_message
 from finetune.terminal import print_styled
@@ -48,12 +48,12 @@ class Chat:
         Raises:
             UserError: Where the conversation is longer than the model reads, or an image cannot be read.
         """
-        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
+        sampling = AnswerOptions(max_new_tokens=max_new_tokens, temperature=temperature)
         return take_turn(self, user_message(prompt, images), sampling).text
 
 
 def take_turn(
-    chat: Chat, message: Message, sampling: Sampling, on_piece: Callable[[str], None] = lambda piece: None
+    chat: Chat, message: Message, sampling: AnswerOptions, on_piece: Callable[[str], None] = lambda piece: None
 ) -> Answer:
     """The answer to `message`, which is remembered with it. `on_piece` gets its text as it is made."""
     asked = [*chat.messages, message]
@@ -70,7 +70,7 @@ class Speaker:
     label: str
     chat: Chat
 
-    def ask(self, message: Message, sampling: Sampling) -> None:
+    def ask(self, message: Message, sampling: AnswerOptions) -> None:
         """Prints the answer as it is made. A message that cannot be answered is reported, and forgotten."""
         try:
             finish_answer(take_turn(self.chat, message, sampling, write_piece), sampling)
@@ -81,7 +81,7 @@ class Speaker:
         self.chat.messages = system_message(system)
 
 
-def converse(speakers: Sequence[Speaker], sampling: Sampling, system: str | None) -> None:
+def converse(speakers: Sequence[Speaker], sampling: AnswerOptions, system: str | None) -> None:
     """Asks for lines and prints the answers of every speaker, until the user ends it."""
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and a history for `input`, where Python has it
@@ -149,7 +149,7 @@ def write_piece(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def finish_answer(answered: Answer, sampling: Sampling) -> None:
+def finish_answer(answered: Answer, sampling: AnswerOptions) -> None:
     """Ends the line of an answer, and says why it is not whole."""
     if not answered.text.endswith("\n"):
         print()

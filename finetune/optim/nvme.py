@@ -136,7 +136,7 @@ class MasterWeight(OffloadedTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ParameterState:
     """The state of one parameter. `group`: the index of its parameter group."""
 
     name: str
@@ -146,12 +146,12 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StateWindow:
     """Entries that are in memory together; in the file one after another, from `offset` on."""
 
     offset: int
     nbytes: int
-    entries: tuple[Entry, ...]
+    entries: tuple[ParameterState, ...]
 
 
 class StateLayout:
@@ -181,24 +181,24 @@ class StateLayout:
                 by_unit[unit] = by_unit.get(unit, 0) + size
         self.size, self.capacity = sum(by_unit.values()), max(by_unit.values())
 
-    def windows(self, file: ScratchFile) -> tuple[Window, ...]:
+    def windows(self, file: ScratchFile) -> tuple[StateWindow, ...]:
         """The windows of `file`, each as large as fits into `capacity`: the bytes of the largest decoder layer, or of
         the largest parameter outside of one."""
-        found: list[Window] = []
-        entries: list[Entry] = []
+        found: list[StateWindow] = []
+        entries: list[ParameterState] = []
         begin = offset = 0
         for parameter, group, dtypes, size in self._placed:
             if entries and offset + size - begin > self.capacity:
-                found.append(Window(begin, offset - begin, tuple(entries)))
+                found.append(StateWindow(begin, offset - begin, tuple(entries)))
                 entries, begin = [], offset
             tensors, place = {}, offset
             for role, dtype in dtypes.items():
                 kind = MasterWeight if role == MASTER else OffloadedTensor
                 tensors[role] = kind(file, place, parameter, dtype)
                 place += align(tensors[role].nbytes)
-            entries.append(Entry(self._names[parameter], parameter, group, tensors))
+            entries.append(ParameterState(self._names[parameter], parameter, group, tensors))
             offset += size
-        return (*found, Window(begin, offset - begin, tuple(entries)))
+        return (*found, StateWindow(begin, offset - begin, tuple(entries)))
 
 
 def _find_layers(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -283,7 +283,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             }
         )
 
-    def _list_tensors(self, of: Callable[[Entry], dict[str, Any]]) -> dict[str, Any]:
+    def _list_tensors(self, of: Callable[[ParameterState], dict[str, Any]]) -> dict[str, Any]:
         return {
             name: tensor for window in self.windows for entry in window.entries for name, tensor in of(entry).items()
         }
@@ -316,7 +316,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         window = self.windows[index]
         self.file.write(window.offset, self.buffers[index % 2][: window.nbytes])
 
-    def _update(self, window: Window, buffer: Tensor) -> Any:
+    def _update(self, window: StateWindow, buffer: Tensor) -> Any:
         """Updates what `buffer` holds, and the parameters. Returns the event after which `buffer` has the result; None:
         now."""
         memory = buffer[: window.nbytes]
@@ -332,7 +332,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return torch.cuda.current_stream(memory.device).record_event()
 
     def _update_group(
-        self, group: dict[str, Any], index: int, entries: list[Entry], memory: Tensor, window: Window
+        self, group: dict[str, Any], index: int, entries: list[ParameterState], memory: Tensor, window: StateWindow
     ) -> None:
         """The inner optimizer's step over `entries`, whose state is in `memory`."""
         updated: list[tuple[Tensor, nn.Parameter]] = []

@@ -1,5 +1,6 @@
 """Update rules that torch lacks, or has for whole tensors only: AdamW with bf16 moments, Adafactor, Muon."""
 
+import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
@@ -313,3 +314,16 @@ def orthogonalize(matrix: Tensor) -> Tensor:
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return (found.T if is_tall else found).contiguous()
+
+
+def seed_rounding(seed: int, step: int, shard_rank: int, parameter: int | None = None) -> None:
+    """Seeds stochastic rounding: ranks that hold the same shard must round alike, or their replicas drift apart.
+
+    `parameter`: the index of the only one that is updated, where each is updated by itself.
+    """
+    seed_from(f"{seed}/{step}/rounding/{shard_rank}" + ("" if parameter is None else f"/{parameter}"))
+
+
+def seed_from(text: str) -> None:
+    digest = hashlib.sha256(text.encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

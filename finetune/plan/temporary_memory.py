@@ -216,7 +216,7 @@ FP64 = 8  # bytes; on a CPU the norm of a gradient is that of a copy in fp64
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateInBackward:
+class InBackwardMemory:
     """Bytes on one rank at a point of the backward."""
 
     gradients: int  # where nothing is sharded
@@ -234,7 +234,7 @@ def update_temporaries(spec: RunSpec) -> int:
     return _temporaries(spec, trained, at_once)
 
 
-def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateInBackward]:
+def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
     """The updates of the head (with the final norm), of a layer and of the embedding, on the rank that holds the most;
     a tied head is updated with the embedding."""
     layers, embedding, tail = (_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
@@ -251,7 +251,7 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateInBackward]:
     for part, tensors in (("head", tail), ("layer", layer), ("embedding", embedding)):
         largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
         temporaries = _temporaries(spec, tensors, -(-largest // spec.shards))
-        found[part] = UpdateInBackward(largest + (0 if part == "head" else waiting), temporaries)
+        found[part] = InBackwardMemory(largest + (0 if part == "head" else waiting), temporaries)
     return found
 
 

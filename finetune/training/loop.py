@@ -1,10 +1,6 @@
 """The loop around the optimizer step.
 
-The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them;
-training/objectives/sft.py says what is minimized; models/attention/documents.py and models/head/cross_entropy.py are
-its forward; distributed/gradients.py synchronizes and clips the gradients, and updates; training/step.py checks them;
-optim/build.py has made the optimizer. training/loop.py says what is due next. An optimizer with its state in files
-(optim/nvme.py) goes through them once, in the update: all that needs the gradients of the whole model comes before it.
+docs/design.md has the files of a step in order ("The life of a step").
 """
 
 import time
@@ -12,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe, Run
@@ -19,7 +16,8 @@ from finetune.constants import count_steps
 from finetune.data.batches import StepBatch
 from finetune.progress import Progress
 from finetune.training.evaluate import evaluate
-from finetune.training.step import UpdateInBackward, handle_nonfinite, make_guard, train_step
+from finetune.training.in_backward import UpdateInBackward
+from finetune.training.step import handle_nonfinite, make_guard, train_step
 from finetune.training.throughput import Compilation, Window, collect_garbage, garbage_collected_between_lines
 from finetune.training.training_run import TrainingRun
 from finetune.training.watch import Requests, SignalListener
@@ -122,9 +120,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             if due.reads_device:
                 guard.raise_if_bad(recipe.optimization)
             if due.log:
-                line = window.metrics(run, progress, rate, result.grad_norm, compilation.seconds())
-                run.log.step(line)
-                run.notify("on_log", progress, line)
+                _log(run, progress, window.metrics(run, progress, rate, result.grad_norm, compilation.seconds()))
                 if news := compilation.news():
                     run.log.say(news)
                 window = Window(world.device)
@@ -148,6 +144,11 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     if progress.step < last_step:
         run.log.say(f"step {progress.step}: stopped early; the held-out loss was lowest at step {progress.best_step}")
     return progress
+
+
+def _log(run: TrainingRun, progress: Progress, line: dict[str, Any]) -> None:
+    run.log.step(line)
+    run.notify("on_log", progress, line)
 
 
 def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:

@@ -1,11 +1,9 @@
 """One optimizer step, whole: forward and backward over the micro-batches, clip, check, update."""
 
-import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,39 +14,25 @@ from finetune.config.schema import Optimization, Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.gradients import (
     clip_gradients,
-    combine_norms,
     is_scaled,
-    measure_norm,
     sum_partial_gradients,
     unscale,
     update,
-    whole_norm,
     without_gradient_sync,
 )
-from finetune.distributed.parallelize import local_part, unwrap
+from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.embedding import NoisyDocuments
 from finetune.models.moe.experts import Routing, find_routing
+from finetune.optim.update_rules import seed_from, seed_rounding
+from finetune.training.in_backward import UpdateInBackward
 from finetune.training.objectives.sft import SFT, Measured, Objective
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
     """Seeds dropout by the step alone, so that a resumed run needs no random state."""
-    _seed_from(f"{seed}/{step}/{rank}")
-
-
-def seed_rounding(seed: int, step: int, shard_rank: int, parameter: int | None = None) -> None:
-    """Seeds stochastic rounding: ranks that hold the same shard must round alike, or their replicas drift apart.
-
-    `parameter`: the index of the only one that is updated, where each is updated by itself.
-    """
-    _seed_from(f"{seed}/{step}/rounding/{shard_rank}" + ("" if parameter is None else f"/{parameter}"))
-
-
-def _seed_from(text: str) -> None:
-    digest = hashlib.sha256(text.encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    seed_from(f"{seed}/{step}/{rank}")
 
 
 SHOWN_IDS = 16  # ids of examples named for each rank
@@ -168,85 +152,6 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
 def _describe(value: torch.Tensor) -> str:
     magnitude = abs(float(value))
     return f"{magnitude:g}" if math.isfinite(magnitude) else "nan" if math.isnan(magnitude) else "inf"
-
-
-class UpdateInBackward:
-    """While entered, every backward updates the parameters of `optimizer`; one step is one backward.
-
-    A gradient that is not finite never reaches its parameter, and nothing is updated after it: by the flag that the
-    optimizer reads on the device, else by the host, which then waits for every gradient's norm. The guard of the step
-    reports it.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, world: World) -> None:
-        self._optimizer, self._seed, self._world = optimizer, recipe.run.seed, world
-        self._reads_flag = OPTIMIZERS[recipe.optimization.optim].reads_found_inf
-        # Where the guard of the run has set a flag on the optimizer already, it is the same one.
-        flag: torch.Tensor | None = getattr(optimizer, "found_inf", None)
-        # With the parameters: under CPU offload the host updates, and would read a GPU's flag before it has arrived.
-        where = torch.device("cpu") if world.sharding.cpu_offload else world.device
-        self._flag = torch.zeros((), device=where) if flag is None else flag
-        if self._reads_flag and flag is None:
-            optimizer.found_inf = self._flag  # type: ignore[attr-defined]
-            optimizer.grad_scale = None  # type: ignore[attr-defined]
-        self._step = 0
-        self._norms: dict[nn.Parameter, torch.Tensor] = {}
-        self._hooks = ExitStack()
-        self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}  # its index, and its group
-
-    def __enter__(self) -> "UpdateInBackward":
-        # The optimizer's parameters are the shards, also while the model's own are gathered.
-        pairs = [(parameter, group) for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._places = {parameter: (index, group) for index, (parameter, group) in enumerate(pairs)}
-        for parameter in self._places:
-            hook = parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
-            self._hooks.callback(hook.remove)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._hooks.close()
-
-    def start_step(self, step: int) -> None:
-        """Begins step `step` (0-based), after which one backward follows."""
-        self._step = step
-        self._norms.clear()
-
-    def check_loss(self, loss_sum: torch.Tensor) -> None:
-        """Keeps the parameters from this step's backward where a rank's loss is not finite. All ranks call it
-        before."""
-        self._mark_unless(torch.isfinite(self._world.sum(loss_sum.detach().clone())))
-
-    def norm(self, model: nn.Module) -> torch.Tensor:
-        """The 2-norm of all gradients of the step over every shard (0-dim fp32, on the device). All ranks call it."""
-        return whole_norm(combine_norms([self._norms[p] for p in model.parameters() if p in self._norms])).float()
-
-    def _update(self, parameter: Any) -> None:
-        gradient: torch.Tensor = parameter.grad
-        norm = self._norms[parameter] = measure_norm(gradient)
-        self._mark_unless(torch.isfinite(local_part(norm)))
-        if self._reads_flag or not bool(self._flag):
-            index, group = self._places[parameter]
-            seed_rounding(self._seed, self._step, self._world.shard_rank, index)
-            with self._only(parameter, group):
-                self._optimizer.step()
-        if gradient.is_cuda:  # hybrid sharding reduces on one stream and calls this on another
-            local_part(gradient).record_stream(torch.cuda.current_stream())
-        parameter.grad = None
-
-    def _mark_unless(self, is_finite: torch.Tensor) -> None:
-        self._flag.copy_(torch.maximum(self._flag, ~is_finite))
-
-    @contextmanager
-    def _only(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[None]:
-        """Within it the optimizer has this parameter alone, so that its step does not look through all of them."""
-        groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [group | {"params": [parameter]}]
-        try:
-            yield
-        finally:
-            self._optimizer.param_groups = groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from finetune.config.schema import Batch, Data, DatasetSource, Optimization, Rec
 from finetune.data import prepare as streaming
 from finetune.data.data_report import Report, StreamReport
 from finetune.data.findings import Finding
-from finetune.data.prepare import StreamedBatches, interleave_sources, open_stream
+from finetune.data.prepare import StreamedBatches, open_stream
+from finetune.data.sources import interleave_sources
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.data.world import Rank

@@ -316,10 +316,10 @@ def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
     assert "and the model reads 48 at most" in first["error"] and second["tokens"] > 0
     assert shown.err.splitlines()[-1].startswith(f"prompt 1: {model}: the conversation has ")
 
-    from finetune.inference.answers import Answer, Sampling
+    from finetune.inference.answers import Answer, AnswerOptions
     from finetune.inference.conversation import finish_answer
 
-    finish_answer(Answer("It", 3, 0.1, is_cut=True, limit=48), Sampling())
+    finish_answer(Answer("It", 3, 0.1, is_cut=True, limit=48), AnswerOptions())
     said = capsys.readouterr().out
     assert (
         "cut after 3 tokens: the conversation has reached the 48 tokens that the model reads; /new starts over" in said
@@ -342,7 +342,7 @@ def test_a_long_answer_does_not_change_the_next_one(tiny_llama: Callable[..., Pa
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[..., Path]) -> None:
-    from finetune.inference.answers import Sampling, answer
+    from finetune.inference.answers import AnswerOptions, answer
     from finetune.inference.prompts import make_prompt
 
     model = load_model(find_model(str(tiny_llama())), LoadOptions(), print)
@@ -355,7 +355,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[...
 
     torch.manual_seed(0)
     before = signal.getsignal(signal.SIGINT)
-    stopped = answer(model, make_prompt(QUESTION, None), Sampling(max_new_tokens=400, temperature=1.0), write)
+    stopped = answer(model, make_prompt(QUESTION, None), AnswerOptions(max_new_tokens=400, temperature=1.0), write)
     assert stopped.is_interrupted
     assert 3 <= stopped.tokens < 20
     assert stopped.text == "".join(pieces)

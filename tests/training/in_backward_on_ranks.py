@@ -27,8 +27,9 @@ from finetune.models import cpu_products
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer
 from finetune.plan.plan import make_plan
+from finetune.training.in_backward import UpdateInBackward
 from finetune.training.objectives.sft import SFT
-from finetune.training.step import UpdateInBackward, make_guard, train_step
+from finetune.training.step import make_guard, train_step
 from tests.forked_ranks import fork_ranks, import_all, wait
 from tests.plan.traced import allocated_peak
 

@@ -12,24 +12,24 @@ a kernel for every length.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask
 
-from finetune.config.compatibility import FLASH_GPUS
 from finetune.config.families import attends_by_mask, find_family
 from finetune.distributed.language_model import language_model_of, trunk_of
 from finetune.distributed.sequence_parallel import take_heads, trade_heads_for_tokens, trade_tokens_for_heads
 from finetune.errors import UserError
 from finetune.models.attention.kernels import (
+    FLASH_PACKAGES,
     RowDocuments,
     ScoreOptions,
+    activate_fastest_kernels,
+    activate_flash_kernels,
     attend_documents,
     attend_with_mask,
     find_windows,
@@ -46,11 +46,6 @@ NO_MASK: dict[str, Any] = {}  # an attention_mask for a whole vision-language mo
 UNSUPPORTED = (
     "position_bias",
 )  # arguments that transformers may pass and this attention does not support: learned biases
-# A recipe's name -> the module of its package, torch's name for it.
-FLASH_PACKAGES = {
-    "flash_attention_3": ("flash_attn_interface", "FA3"),
-    "flash_attention_4": ("flash_attn.cute", "FA4"),
-}
 
 
 def install_attention(model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None) -> None:
@@ -68,7 +63,7 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
     if implementation == "auto" and _attends_by_mask(trunk):
         implementation = "sdpa" if trunk._supports_sdpa and family.masks_documents != "here" else "eager"
     if implementation == "auto":
-        _activate_fastest_kernels()
+        activate_fastest_kernels()
     elif implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
         implementation = "auto"
     if implementation == "auto":
@@ -118,37 +113,6 @@ def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
     for module in trunk.modules():
         if type(module).__name__.endswith(kind):
             module.register_forward_pre_hook(hand, with_kwargs=True)
-
-
-def _activate_fastest_kernels() -> None:
-    """FlashAttention 3 or 4 where its package is installed and this GPU runs it; else torch's own FlashAttention 2, as
-    for runs that must be deterministic."""
-    if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
-        return
-    major, _ = torch.cuda.get_device_capability()
-    for name in FLASH_PACKAGES:
-        with suppress(UserError):
-            if major in FLASH_GPUS[name] and activate_flash_kernels(name):
-                return
-
-
-def activate_flash_kernels(implementation: str) -> bool:
-    """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own switch; False where
-    FlashAttention 3 is not installed, since transformers finds kernels of it on the hub.
-
-    Raises `UserError` where FlashAttention 4 is not installed.
-    """
-    package, name = FLASH_PACKAGES[implementation]
-    try:
-        activate_flash_attention_impl(name)
-    except (ImportError, RuntimeError) as error:
-        if implementation == "flash_attention_3":
-            return False
-        raise UserError(
-            f"attn_implementation: {implementation} needs the package that has {package} ({error}); install "
-            "it, or leave the key out"
-        ) from error
-    return True
 
 
 # From the arguments of a training forward to those that the implementation reads. Generation's stay as they are.
