@@ -37,6 +37,7 @@ PROCESSOR_FILES = (  # of a vision-language model's folder
 )
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"  # in a Hugging Face folder
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
+EXPERT_RANK_MULTIPLE = 8  # of an adapter's rank in grouped products: on a GPU they want rows of 16 bytes
 ADAPTER_NAME = "default"  # of peft, the only one here
 # What an export takes on disk beside its weights: tokenizer, index and card, and so that the disk is not filled to the
 # brim.

@@ -41,6 +41,7 @@ from finetune.models.moe.experts import (
     expert_modules,
     install_experts,
     install_routing,
+    keep_factors,
     set_experts_implementation,
 )
 from finetune.models.moe.parallel import divide_experts
@@ -142,6 +143,8 @@ def load_model(
 
         multiply_in_fp8(built, world.sharding)
     divide_experts(built, world)
+    if lora.use_peft:
+        keep_factors(built)
     if lora.use_peft and world.sharding.layout != "fsdp1" and not world.sharding.divides_matrices:
         fuse_adapters(built)
     sharded = parallelize(built, values, world, unfilled)

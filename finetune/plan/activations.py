@@ -7,9 +7,9 @@ Counted from the forward of transformers' models and tested against torch's save
 import math
 from dataclasses import dataclass
 
-from finetune.config.module_patterns import find_value
+from finetune.config.module_patterns import find_value, is_parameter_named
 from finetune.config.schema import Lora
-from finetune.constants import BLOCK_TOKENS, FP32, LARGEST_FLASH_HEAD
+from finetune.constants import BLOCK_TOKENS, EXPERT_RANK_MULTIPLE, FP32, LARGEST_FLASH_HEAD
 from finetune.plan.architecture import Architecture, LatentAttention, Mixture
 from finetune.plan.state import is_adapted
 
@@ -281,11 +281,17 @@ def _experts(a: Architecture, mixture: Mixture, run: Computation) -> int:
     router weighs; and where it belongs. A frozen expert does not save what it multiplies. The router: logits, and
     probabilities in fp32."""
     inputs, products = _read_by_trained_experts(run)
-    # A bias in fp32 makes fp32 of what autocast has multiplied.
-    added = FP32 if run.autocast and mixture.keys.has_biases else run.itemsize
-    states = run.itemsize * (inputs * a.hidden + products * mixture.intermediate)
-    states += added * (a.hidden + mixture.keys.gate_tensors * mixture.intermediate)
-    return mixture.chosen * (states + PLACES) + mixture.experts * (run.itemsize + FP32)
+    states = (inputs + 1) * a.hidden + (products + mixture.keys.gate_tensors) * mixture.intermediate
+    states += sum(expert_adapter_rank(tensor.name, run)[1] for tensor in a.experts(a.widest_layer))
+    return mixture.chosen * (run.itemsize * states + PLACES) + mixture.experts * (run.itemsize + FP32)
+
+
+def expert_adapter_rank(name: str, run: Computation) -> tuple[int, int]:
+    """The rank of the adapter of an expert's parameter, and that of the products, which is padded; 0 without one."""
+    if run.lora is None or not is_parameter_named(name, run.lora.lora_target_parameters):
+        return 0, 0
+    rank = find_value(name, run.lora.rank_pattern, run.lora.lora_r)
+    return rank, -(-rank // EXPERT_RANK_MULTIPLE) * EXPERT_RANK_MULTIPLE
 
 
 def _read_by_trained_experts(run: Computation) -> tuple[int, int]:

@@ -24,11 +24,11 @@ from finetune.plan.temporary_memory import (
     Snapshot,
     UnitMemory,
     dequantized_at_once,
+    expert_factor_bytes,
     fp8_bytes,
     log_probability_backward_bytes,
     loss_chunk_bytes,
     meeting_bytes,
-    merged_expert_bytes,
     plan_layout_memory,
     plan_updates_in_backward,
     teacher_forward,
@@ -42,8 +42,8 @@ def kept_for_backward(spec: RunSpec) -> int:
     """Bytes of activations that the forward of a micro-batch leaves."""
     a, run = spec.computed, spec.computation
     masks = mask_bytes(a, run, spec.tokens)
-    merged = 0 if spec.recipe.quantization.bits is not None else merged_expert_bytes(a, run).kept  # then merged again
-    return spec.tokens * sum(kept_bytes(a, run).values()) + merged + masks
+    factors = 0 if spec.recipe.quantization.bits is not None else expert_factor_bytes(a, run).kept  # then made again
+    return spec.tokens * sum(kept_bytes(a, run).values()) + factors + masks
 
 
 def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_layer: int) -> Iterator[Snapshot]:
@@ -156,8 +156,8 @@ def _within_layer(spec: RunSpec, done: int) -> Iterator[tuple[int, int]]:
     are done: where its MLP has begun, and where that is through."""
     a, run = spec.computed, spec.computation
     is_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
-    merged = merged_expert_bytes(a, run).layer if is_again else 0
-    activations = _after_layers(spec, done) - spec.tokens * a.hidden * run.residual_itemsize + merged
+    factors = expert_factor_bytes(a, run).layer if is_again else 0
+    activations = _after_layers(spec, done) - spec.tokens * a.hidden * run.residual_itemsize + factors
     activations += spec.tokens * (recomputed_bytes(a, run) + working_bytes(a, run) + prefetched_bytes(a, run))
     mlp = [
         tensor
@@ -272,9 +272,7 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     following = layout.layer.arriving if not layout.layer_staying else 0
     at_backward = tail + layout.layers * layout.layer_staying + following
     yield replace(head, name="backward of the head", loss=loss_backward_bytes(spec), gathered=at_backward)
-    # The gradient of the merged experts, and the part of it that is being added (an expert's, in the shape of all).
-    at_layer = 2 * merged_expert_bytes(spec.computed, spec.computation).largest
-    at_layer += dequantized_bytes(spec, recomputes_layer=spec.computation.checkpoint_every is not None)
+    at_layer = dequantized_bytes(spec, recomputes_layer=spec.computation.checkpoint_every is not None)
     at_layer += fp8_bytes(spec, spec.tokens)
     if spec.sharding.is_fsdp:
         yield from sharded_points(spec, layout, before, at_layer)
@@ -340,13 +338,13 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
     """A forward of `tokens` that saves nothing for a backward."""
     a, run = spec.computed, spec.computation
-    rotary, merged = 2 * a.rotated_size * run.residual_itemsize, merged_expert_bytes(a, run)
+    rotary, factors = 2 * a.rotated_size * run.residual_itemsize, expert_factor_bytes(a, run).layer
     return replace(
         at_rest,
         name=name,
         activations=tokens * (evaluation_bytes(a, run) + rotary) + mask_bytes(a, run, tokens),
         loss=_chunk_bytes(spec, tokens),
-        temporaries=dequantized_bytes(spec) + fp8_bytes(spec, tokens) + merged.layer + merged.largest,
+        temporaries=dequantized_bytes(spec) + fp8_bytes(spec, tokens) + factors,
         gathered=_gathered_in_forward(spec),
         communication=plan_layout_memory(spec).buckets,
     )

@@ -10,10 +10,9 @@ head), which stays gathered from forward to backward (Accelerate's fsdp2_prepare
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.config.module_patterns import is_parameter_named
 from finetune.config.optimizers import OPTIMIZERS, is_layers_matrix
 from finetune.constants import FP32, ITEMSIZE, divergence_chunk_tokens, loss_chunk_tokens
-from finetune.plan.activations import Computation, evaluation_bytes, mask_bytes
+from finetune.plan.activations import Computation, evaluation_bytes, expert_adapter_rank, mask_bytes
 from finetune.plan.architecture import Architecture
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import StateTensor, Unit, count_state, split_into_units
@@ -86,26 +85,29 @@ def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedExperts:
-    """Bytes, whatever the number of tokens, of expert weights with their adapters added, which peft computes in each
-    forward."""
+class ExpertFactors:
+    """Bytes, whatever the number of tokens, of the copies of experts' adapters that grouped products take: of B, with
+    each expert's in one piece, and of A where it is cast or its rank is padded."""
 
     kept: int = 0  # between forward and backward
     layer: int = 0  # of the layer with the most
-    largest: int = 0  # of one parameter
 
 
-def merged_expert_bytes(a: Architecture, run: Computation) -> MergedExperts:
-    """The merged experts of a model with adapters on them, on one rank; nothing without."""
+def expert_factor_bytes(a: Architecture, run: Computation) -> ExpertFactors:
+    """The copies of a model with adapters on its experts, on one rank; nothing without."""
     if run.lora is None or not run.lora.lora_target_parameters:
-        return MergedExperts()
-    targets, sizes = run.lora.lora_target_parameters, []
+        return ExpertFactors()
+    sizes = []
     for layer in range(a.layers):
-        adapted = [t.numel for t in a.experts(layer) if is_parameter_named(t.name, targets)]
-        sizes.append([run.itemsize * numel // run.expert_ranks for numel in adapted])
+        size = 0
+        for tensor in a.experts(layer):
+            rank, padded = expert_adapter_rank(tensor.name, run)
+            width_out, width_in = a.expert_widths(tensor)
+            copied = width_out + (width_in if padded > rank or run.autocast else 0)
+            size += run.itemsize * tensor.shape[0] * padded * copied // run.expert_ranks
+        sizes.append(size)
     every = run.checkpoint_every
-    kept = sum(sum(layer) for index, layer in enumerate(sizes) if every is None or index % every)
-    return MergedExperts(kept, max(map(sum, sizes)), max((size for layer in sizes for size in layer), default=0))
+    return ExpertFactors(sum(size for i, size in enumerate(sizes) if every is None or i % every), max(sizes))
 
 
 def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:

@@ -141,6 +141,12 @@ CASES = (
         sharding=BY_EXPERTS | {"activation_checkpointing": True},
         lora=replace(PEFT, lora_target_parameters=["mlp.experts.gate_up_proj"], lora_dropout=0.0),
     ),
+    Case(
+        name="experts, lora, ddp",
+        family="gpt_oss",
+        layout="ddp",
+        lora=replace(PEFT, lora_target_parameters=["mlp.experts.down_proj"], lora_dropout=0.0),
+    ),
     Case(name="dpo, adapters", lora=PEFT, method=DPO, make_objective=compare_pairs(adapters_off)),
     Case(name="dpo", method=DPO, make_objective=compare_pairs(lambda _: stored_reference())),
     Case(name="orpo", method=Method(method="orpo"), make_objective=compare_pairs(lambda _: None)),

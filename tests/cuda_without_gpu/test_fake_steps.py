@@ -42,6 +42,7 @@ QUICK = (
     "tensor, offload",
     "sequence, tensor, checkpointed",
     "experts, lora, checkpointed",
+    "experts, lora, ddp",
     "dpo",
     "kto",
     "distill, lora, sequence",

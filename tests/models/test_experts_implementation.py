@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from finetune.config.layout import Layout, MixedPrecision, Sharding
@@ -15,21 +17,22 @@ from finetune.config.schema import Lora
 from finetune.distributed.parallelize import local_part
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
-from finetune.models.moe.experts import choose_experts_implementation, expert_modules
+from finetune.models.moe.experts import choose_experts_implementation, expert_modules, keep_factors
+from finetune.models.moe.grouped import register_grouped
 from finetune.models.moe.parallel import DividedExperts, divide_layer
 from finetune.training.reference import adapters_off
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CHOICES = [
     # layout, mixed precision, dtype of the parameters, device: implementation
-    ("fsdp2", "bf16", FP32, "cuda", "grouped_mm"),
+    ("fsdp2", "bf16", FP32, "cuda", "grouped"),
     ("fsdp2", "bf16", FP32, "cpu", "eager"),
     ("fsdp2", "no", FP32, "cuda", "eager"),
-    ("fsdp2", "no", BF16, "cuda", "grouped_mm"),
+    ("fsdp2", "no", BF16, "cuda", "grouped"),
     ("fsdp2", "fp16", BF16, "cuda", "eager"),
-    ("ddp", "bf16", FP32, "cuda", "eager"),  # autocast
-    ("ddp", "bf16", BF16, "cuda", "eager"),
-    ("single", "no", BF16, "cuda", "grouped_mm"),
+    ("ddp", "bf16", FP32, "cuda", "grouped"),  # autocast
+    ("ddp", "fp16", BF16, "cuda", "eager"),
+    ("single", "no", BF16, "cuda", "grouped"),
     ("single", "no", BF16, "cpu", "eager"),
 ]
 CONFIG: dict[str, Any] = {
@@ -61,22 +64,79 @@ def make_model(family: str, implementation: str, *, adapted: bool) -> Any:
         parameter.data.normal_(0, 0.2, generator=generator)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
+    register_grouped()
     model.set_experts_implementation(implementation)
     return model
 
 
+class Operators(TorchDispatchMode):
+    """Records the operators that run, and the largest tensor that one of them makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **kwargs or {})
+        inputs = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        new = [each.numel() for each in made if each.untyped_storage().data_ptr() not in inputs]
+        self.names.add(str(operator))
+        self.largest = max(self.largest, *new, 0)
+        return result
+
+
+def take_step(model: Any, tokens: int) -> list[torch.Tensor]:
+    """The loss, and the gradient of each trained parameter."""
+    loss = model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=False).logits.square().mean()
+    loss.backward()
+    return [loss, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
-def test_grouped_products_compute_what_the_loop_computes(family: str, adapted: bool) -> None:
-    """On a CPU torch has them too, so that the way of a GPU is walked: forward and gradients, adapters on experts as well."""
-    found = {}
-    for implementation in ("eager", "grouped_mm"):
-        model = make_model(family, implementation, adapted=adapted)
-        loss = model(input_ids=torch.arange(3, 43)[None], use_cache=False).logits.square().mean()
-        loss.backward()
-        found[implementation] = [loss, *(p.grad for p in model.parameters() if p.requires_grad)]
-    for one, other in zip(found["eager"], found["grouped_mm"], strict=True):
+def test_grouped_products_compute_what_the_loop_computes(family: str) -> None:
+    """On a CPU torch has them too, so that the way of a GPU is walked, forward and gradients. Rows are moved without adding
+    gradients up by index."""
+    expected = take_step(make_model(family, "eager", adapted=False), 40)
+    with Operators() as seen:
+        found = take_step(make_model(family, "grouped", adapted=False), 40)
+    for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    assert "aten._grouped_mm.default" in seen.names
+    assert not any("index_put" in name or "index_add" in name for name in seen.names), seen.names
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_adapters_of_experts_compute_what_peft_does_and_nothing_of_the_size_of_the_experts(family: str) -> None:
+    """Neither the product of the factors nor its gradient; peft's own way makes both."""
+    model, expected = make_model(family, "eager", adapted=True), []
+    experts = min(p.numel() for module in expert_modules(model) for p in module.parameters() if p.dim() == 3)
+    with Operators() as of_peft:
+        expected = take_step(model, 8)
+    assert of_peft.largest >= experts
+    model = make_model(family, "eager", adapted=True)
+    keep_factors(model)
+    with Operators() as seen:
+        found = take_step(model, 8)
+    assert seen.largest < experts
+    for one, other in zip(expected, found, strict=True):
+        assert (one - other).norm() < 1e-5 * one.norm()
+    with adapters_off(model), torch.no_grad():
+        without = model(input_ids=torch.arange(3, 11)[None], use_cache=False).logits.square().mean()
+    assert abs(without - found[0]) > 0.01 * found[0]
+
+
+def test_a_token_that_chooses_no_expert_gets_nothing_of_them() -> None:
+    """As Zaya's routers may choose: beyond the last expert."""
+    module = expert_modules(make_model("mixtral", "grouped", adapted=False))[0]
+    hidden, weights = torch.randn(3, 32, requires_grad=True), torch.ones(3, 2)
+    outputs = module(hidden, torch.tensor([[0, 4], [4, 4], [1, 2]]), weights)
+    alone = module(hidden, torch.tensor([[0, 1], [0, 1], [1, 2]]), torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))
+    torch.testing.assert_close(outputs, alone)
+    assert not outputs[1].any() and outputs[0].any()
+    gradient = torch.autograd.grad(outputs.square().sum(), hidden)[0]
+    assert not gradient[1].any() and gradient[0].any()
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

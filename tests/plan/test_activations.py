@@ -17,12 +17,13 @@ from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.lora import add_adapters
-from finetune.models.moe.experts import expert_modules
+from finetune.models.moe.experts import expert_modules, keep_factors, set_experts_implementation
+from finetune.models.moe.grouped import GROUPED, register_grouped
 from finetune.models.moe.parallel import divide_layer
 from finetune.plan.activations import Computation, kept_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.step_memory import loss_bytes
-from finetune.plan.temporary_memory import merged_expert_bytes
+from finetune.plan.temporary_memory import expert_factor_bytes
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.plan.run_specs import make_spec
 from tests.plan.traced import allocated_after, allocated_peak, saved_for_backward
@@ -124,9 +125,9 @@ def _measured_and_planned(
         LATENT | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1} if FAMILIES[family].latent_attention else {}
     )
     torch.manual_seed(0)
-    # As choose_experts_implementation does on a GPU.
-    chosen = {"experts_implementation": "eager" if autocast else "grouped_mm"} if FAMILIES[family].mixture else {}
-    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), dtype=dtype, **chosen)
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), dtype=dtype)
+    register_grouped()
+    set_experts_implementation(model, GROUPED)  # as choose_experts_implementation does on a GPU
     install_attention(model)
     install_loss(model)
     if lora is not None:
@@ -140,6 +141,7 @@ def _measured_and_planned(
     if divided:
         for module in expert_modules(model):
             divide_layer(model, module, init_device_mesh("cpu", (1,)))
+    keep_factors(model)
     tokens, inputs = sum(DOCUMENTS), packed_inputs()
     weights = [*map(local_part, model.parameters()), *model.buffers()]
     with saved_for_backward(iter(weights)) as kept, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -157,8 +159,9 @@ def _measured_and_planned(
     elsewhere = a.hidden * run.residual_itemsize + (2 * a.rotated_size * run.residual_itemsize if every == 1 else 0)
     casts = 0
     if casts_base:  # held_by_layout counts them as gathered weights
-        casts = run.itemsize * a.layers * sum(t.numel for t in (*a.linears(a.widest_layer), *a.experts(a.widest_layer)))
-    casts += merged_expert_bytes(a, run).kept + mask_bytes(a, run, tokens)
+        weights_of = (weight for layer in range(a.layers) for weight in (*a.linears(layer), *a.experts(layer)))
+        casts = run.itemsize * sum(weight.numel for weight in weights_of)
+    casts += expert_factor_bytes(a, run).kept + mask_bytes(a, run, tokens)
     return sum(kept.values()), tokens * (sum(parts.values()) - elsewhere) + casts
 
 

@@ -18,6 +18,10 @@ from finetune.plan.table import format_speed, format_storage
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
 
 PARAMETERS = 8_030_261_248  # of Llama 3.1 8B, by its model card
+QWEN_25_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064,
+}  # fmt: skip
 LAYER = 218_112_000  # of one of its decoder layers
 IN_FILES = Optimization(optim_offload="nvme", offload_dir="/nvme")
 
@@ -80,3 +84,10 @@ def test_an_async_save_pins_what_is_planned_and_not_powers_of_two(monkeypatch: p
     assert [(copy.shape, copy.dtype) for copy in copies] == [(tensor.shape, tensor.dtype) for tensor in saved]
     steps = 4 * len(spec.tensors)  # on the host already
     assert 0 <= sum(pinned) - (plan_host(spec).saving - steps) < OFFLOAD_ALIGNMENT * len(saved)
+    moments = Optimization(optim="adamw_bf16_moments")
+    whole = make_spec(QWEN_25_7B, ranks=1)
+    whole = replace(whole, recipe=replace(whole.recipe, optimization=moments))
+    pages = sum(-(-t.numel * size // 4096) * 4096 for t in whole.tensors for size in (4, 2, 2))
+    powers = sum(2 ** (t.numel * size - 1).bit_length() for t in whole.tensors for size in (4, 2, 2))
+    found = [round(each / 2**30, 1) for each in (plan_host(whole).saving, pages, powers)]
+    assert found == [56.7, 56.7, 107.9], "planned; in whole pages; as torch's own pinned memory would be"

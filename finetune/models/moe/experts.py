@@ -22,25 +22,22 @@ from finetune.constants import ADAPTER_NAME
 from finetune.distributed.language_model import language_model_of, trunk_of
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.models.moe.grouped import GROUPED, Factors, compute_in_groups, register_grouped
 
 ATTRIBUTE = "expert_routing"  # of a transformers model
 
 
 def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device_type: str) -> str:
-    """transformers' name for how experts are computed: grouped matrix products of bf16 parameters on a GPU; elsewhere
-    the exact loop over the experts. `dtype`: of their parameters; FSDP's mixed precision computes with cast ones.
-
-    Autocast (DDP, one process) does not know grouped products. On a GPU before Ampere transformers itself takes a loop.
-    """
-    is_mixed = sharding.mixed_precision != "no"
-    if sharding.is_fsdp and is_mixed:
-        dtype = torch.bfloat16 if sharding.mixed_precision == "bf16" else torch.float16
-    is_autocast = is_mixed and not sharding.is_fsdp
-    return "grouped_mm" if device_type == "cuda" and dtype == torch.bfloat16 and not is_autocast else "eager"
+    """The name for how experts are computed: grouped products in bf16 on a GPU, elsewhere transformers' exact loop over
+    the experts. `dtype`: of their parameters, which mixed precision casts. On a GPU before Ampere the products are a
+    loop."""
+    dtype = {"no": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}[sharding.mixed_precision]
+    return GROUPED if device_type == "cuda" and dtype == torch.bfloat16 else "eager"
 
 
 def install_experts(model: Any, world: World, dtype: torch.dtype) -> None:
     """Makes a mixture compute its experts, whose parameters will be kept in `dtype`, as this machine does best."""
+    register_grouped()
     set_experts_implementation(model, choose_experts_implementation(world.sharding, dtype, world.device.type))
 
 
@@ -62,8 +59,8 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
-    """peft's adapters of the parameters of `experts`, from the outermost. They add nothing by themselves any more:
-    peft would add the factors to weights that are not there as parameters. `add_factors` does it."""
+    """peft's adapters of the parameters of `experts`, from the outermost. They add nothing by themselves any more; see
+    `find_factors`."""
     wrappers: Iterator[Any] = (each for each in model.modules() if hasattr(each, "parameter_name"))
     adapters = [each for each in wrappers if each.get_base_layer() is experts]
     for adapter in adapters:
@@ -71,17 +68,36 @@ def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
     return adapters
 
 
-def add_factors(weights: dict[str, Tensor], adapters: Iterable[Any], own: slice = slice(None)) -> None:
-    """Adds the product of each adapter's factors to its weight, as peft does it; `own`: the experts in `weights`."""
-    for adapter in adapters:
-        if not adapter.disable_adapters:
-            left, right, scale = adapter.get_delta_factors(ADAPTER_NAME)
-            name = adapter.parameter_name
-            weights[name] = torch.baddbmm(weights[name], left[own], right[own], alpha=scale)
+def keep_factors(model: nn.Module) -> None:
+    """Has the layers of experts whose parameters peft adapts multiply with the adapters' factors, one after the other;
+    but for layers whose forward is not their class's any more."""
+    for experts in expert_modules(model):
+        adapters = take_over_adapters(model, experts) if "forward" not in vars(experts) else []
+        if adapters:
+            experts.forward = partial(_compute_adapted, experts, adapters)
 
 
-def compute_experts(module: nn.Module, parameters: Mapping[str, Tensor], experts: int, *inputs: Any) -> Any:
-    """What `module`, a layer of experts, computes with `parameters` of so many experts in place of its own."""
+def _compute_adapted(experts: nn.Module, adapters: Sequence[Any], *inputs: Tensor) -> Tensor:
+    return compute_in_groups(experts, inputs, factors=find_factors(adapters))
+
+
+def find_factors(adapters: Iterable[Any], own: slice = slice(None)) -> Factors:
+    """The factors of peft's `adapters`, those that are on; `own`: of which experts."""
+    found = {}
+    for each in adapters:
+        if not each.disable_adapters:
+            left, right, scale = each.get_delta_factors(ADAPTER_NAME)
+            found[each.parameter_name] = left[own], right[own], scale
+    return found
+
+
+def compute_experts(
+    module: nn.Module, parameters: Mapping[str, Tensor], experts: int, *inputs: Any, factors: Factors | None = None
+) -> Any:
+    """What `module`, a layer of experts, computes with `parameters` of so many experts in place of its own, and the
+    `factors` of their adapters."""
+    if factors:
+        return compute_in_groups(module, inputs, parameters=parameters, factors=factors)
     return type(module).forward(_StandIn(module, parameters, experts), *inputs)
 
 

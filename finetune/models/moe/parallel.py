@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from finetune.config.model_rules import shard_experts
 from finetune.distributed.accelerator import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
 from finetune.distributed.world import World, set_timeouts
-from finetune.models.moe.experts import add_factors, compute_experts, expert_modules, take_over_adapters
+from finetune.models.moe.experts import compute_experts, expert_modules, find_factors, take_over_adapters
 from finetune.models.quantized.expert_layers import expert_weights, quantized_children, recompute_dequantized
 
 
@@ -114,18 +114,14 @@ class DividedExperts:
     def compute(self, rows: Tensor, experts: Tensor) -> Tensor:
         """The outputs of this rank's `experts` int64[rows] (counted from its first) for `rows` [rows, width], one
         each."""
-        parameters = self.adapted_parameters()
+        parameters = expert_weights(self.module)
+        factors = find_factors(self.adapters, slice(self.first, self.first + self.local_experts))
         if not rows.shape[0]:  # gradients of zero: FSDP reduces what every rank has
-            return rows + sum(parameter[:0].sum() for parameter in parameters.values())
-        ones = torch.ones_like(rows[:, :1])
-        outputs: Tensor = compute_experts(self.module, parameters, self.local_experts, rows, experts[:, None], ones)
+            trained = [*parameters.values(), *(factor for pair in factors.values() for factor in pair[:2])]
+            return rows + sum(each[:0].sum() for each in trained)
+        inputs = rows, experts[:, None], torch.ones_like(rows[:, :1])
+        outputs: Tensor = compute_experts(self.module, parameters, self.local_experts, *inputs, factors=factors)
         return outputs
-
-    def adapted_parameters(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter, with the product of its adapter's factors added as peft does it."""
-        found = expert_weights(self.module)
-        add_factors(found, self.adapters, slice(self.first, self.first + self.local_experts))
-        return found
 
 
 def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[nn.Parameter], Shard]:

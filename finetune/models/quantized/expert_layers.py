@@ -1,7 +1,7 @@
 """Layers of experts whose frozen weights, [experts, rows, columns], are kept in 4 or 8 bits.
 
-The weights of all experts of a layer are dequantized together, and the factors of their adapters added; then
-transformers' own function computes with them. None of that is kept for the backward, which does it again.
+The weights of all experts of a layer are dequantized together; then transformers' own function computes with them, or
+ours where they have adapters. None of that is kept for the backward, which does it again.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune.config.schema import Quantization
 from finetune.distributed.parallelize import local_part
-from finetune.models.moe.experts import add_factors, compute_experts, take_over_adapters
+from finetune.models.moe.experts import compute_experts, find_factors, take_over_adapters
 from finetune.models.quantized.linear import CODES, SCALES, QuantizedWeight, weights_of
 
 
@@ -73,6 +73,5 @@ class _QuantizedExperts:
 
     def compute(self, *inputs: Any) -> Any:
         weights = expert_weights(self.module)
-        add_factors(weights, self.adapters)
         experts: int = self.module.num_experts  # type: ignore[assignment]
-        return compute_experts(self.module, weights, experts, *inputs)
+        return compute_experts(self.module, weights, experts, *inputs, factors=find_factors(self.adapters))
