@@ -48,11 +48,11 @@ def test_the_choice(layout: str, precision: str, dtype: torch.dtype, device: str
     assert choose_experts_implementation(sharding, dtype, device) == expected
 
 
-def make_model(family: str, implementation: str, *, adapted: bool) -> Any:
+def make_model(family: str, implementation: str, *, adapted: bool, **sizes: int) -> Any:
     """A model of random weights, the same for each implementation, with adapters on its experts if asked for."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model: Any = build_on_meta(CONFIG_MAPPING[family](**CONFIG), FP32)
+    model: Any = build_on_meta(CONFIG_MAPPING[family](**CONFIG | sizes), FP32)
     assert model.config._experts_implementation == "eager"  # until the loading knows better
     if adapted:
         targets = ("experts.gate_up_proj", "experts.down_proj")
@@ -125,6 +125,13 @@ def test_adapters_of_experts_compute_what_peft_does_and_nothing_of_the_size_of_t
     with adapters_off(model), torch.no_grad():
         without = model(input_ids=torch.arange(3, 11)[None], use_cache=False).logits.square().mean()
     assert abs(without - found[0]) > 0.01 * found[0]
+
+
+def test_widths_that_grouped_products_do_not_take_are_multiplied_all_the_same() -> None:
+    sizes = {"intermediate_size": 50}  # not a multiple of 16 bytes
+    one, other = (take_step(make_model("gpt_oss", way, adapted=False, **sizes), 8) for way in ("eager", "grouped"))
+    for each, same in zip(one, other, strict=True):
+        torch.testing.assert_close(each, same, rtol=1e-3, atol=1e-5)
 
 
 def test_a_token_that_chooses_no_expert_gets_nothing_of_them() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from finetune.constants import EXPERT_RANK_MULTIPLE
 
+ROW_BYTES = 16  # whose multiples torch's grouped products take
 GROUPED = "grouped"  # among transformers' names for how experts are computed
 
 Factors = Mapping[str, tuple[Tensor, Tensor, float]]
@@ -92,7 +93,10 @@ def _multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     [n, out]."""
     from transformers.integrations.moe import _grouped_mm
 
-    product: Tensor = _grouped_mm(rows, weights.to(rows.dtype), ends)
+    weights = weights.to(rows.dtype)
+    is_aligned = all(size * weights.itemsize % ROW_BYTES == 0 for size in weights.shape[1:])
+    # transformers' loop, for which the host reads where the experts' rows end
+    product: Tensor = (_grouped_mm if is_aligned else torch.ops.transformers.grouped_mm_fallback)(rows, weights, ends)
     return product
 
 
