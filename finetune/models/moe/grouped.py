@@ -78,13 +78,12 @@ def compute_in_groups(
             product = product + _Rows.apply(held(f"{name}_bias").to(dtype), of_rows)  # type: ignore[no-untyped-call]
         return product
 
-    rows: Tensor = _Moved.apply(hidden, order, back, per_token)  # type: ignore[no-untyped-call]
+    rows = move_rows(hidden, order, back, per_token)
     activate, first = (module._apply_gate, "gate_up_proj") if module.has_gate else (module.act_fn, "up_proj")
     outputs = multiply(activate(multiply(rows, first)), "down_proj")
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
-    outputs = _Moved.apply(outputs, back, order, 1)  # type: ignore[no-untyped-call]
-    summed: Tensor = (outputs.view(tokens, per_token, -1) * weights).sum(1)
+    summed: Tensor = (move_rows(outputs, back, order).view(tokens, per_token, -1) * weights).sum(1)
     return summed.to(hidden.dtype)
 
 
@@ -100,10 +99,13 @@ def _multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
-class _Moved(torch.autograd.Function):
-    """Each of `copies` copies of `rows`, one after another, at its place in `order`, a permutation; `back` is its
-    inverse."""
+def move_rows(rows: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+    """`rows`, of each `copies` one after another, in the `order` of a permutation int64[n]; `back` is its inverse."""
+    moved: Tensor = _Moved.apply(rows, order, back, copies)  # type: ignore[no-untyped-call]
+    return moved
 
+
+class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(back)

@@ -34,6 +34,7 @@ from finetune.config.model_rules import shard_experts
 from finetune.distributed.accelerator import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
 from finetune.distributed.world import World, set_timeouts
 from finetune.models.moe.experts import compute_experts, expert_modules, find_factors, take_over_adapters
+from finetune.models.moe.grouped import move_rows
 from finetune.models.quantized.expert_layers import expert_weights, quantized_children, recompute_dequantized
 
 
@@ -95,19 +96,19 @@ class DividedExperts:
         tokens, per_token = chosen.shape
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by expert, so by rank as well
+        back = order.argsort()
         # Not torch.bincount, which on a GPU makes the host wait for the largest expert.
         counts = flat.new_zeros(self.experts).scatter_add_(0, flat, torch.ones_like(flat))
         arriving = torch.empty_like(counts)  # for each expert of this rank, from rank after rank
         dist.all_to_all_single(arriving, counts, group=self.group)
         sent, received = torch.stack([counts, arriving]).view(2, self.size, self.local_experts).sum(-1).tolist()
-        rows: Tensor = _Exchange.apply(hidden[order // per_token], sent, received, self.group)  # type: ignore[no-untyped-call]
+        leaving = move_rows(hidden, order, back, per_token)
+        rows: Tensor = _Exchange.apply(leaving, sent, received, self.group)  # type: ignore[no-untyped-call]
         local = torch.arange(self.local_experts, device=flat.device).repeat(self.size)
         own = local.repeat_interleave(arriving, output_size=sum(received))
         outputs = recompute_dequantized(self.module, self.compute, rows, own)
         returned: Tensor = _Exchange.apply(outputs, received, sent, self.group)  # type: ignore[no-untyped-call]
-        places = torch.empty_like(order)
-        places[order] = torch.arange(order.numel(), device=order.device)
-        states = returned[places].view(tokens, per_token, -1)
+        states = move_rows(returned, back, order).view(tokens, per_token, -1)
         weighted: Tensor = (states * weights[..., None]).sum(1)
         return weighted.to(hidden.dtype)
 
