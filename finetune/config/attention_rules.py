@@ -9,22 +9,13 @@ from finetune.config.families import (
     has_unknown_layers,
     read_family_source,
 )
-from finetune.config.model_rules import list_divisors, model_layout_rule, model_rule
-
-
-def _count_local_heads(case: Case) -> int:
-    """Attention heads that a rank of a tensor parallel group has of a token."""
-    is_whole = case.model.family.tensor_parallel == "products"
-    return case.model.heads // (1 if is_whole else case.layout.tensor_parallel_size)
-
-
-def _describe_local_heads(case: Case) -> str:
-    local, tensors = _count_local_heads(case), case.layout.tensor_parallel_size
-    left = f", of which tp_size {tensors} leaves {local} on a rank" if local != case.model.heads else ""
-    return (
-        f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention heads, but the model has "
-        f"{case.model.heads}{left}"
-    )
+from finetune.config.model_rules import (
+    count_local_heads,
+    describe_local_heads,
+    list_divisors,
+    model_layout_rule,
+    model_rule,
+)
 
 
 def _has_unfit_attention(case: Case) -> bool:
@@ -71,8 +62,8 @@ DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1
 RULES: tuple[Rule, ...] = (
     model_layout_rule(
         "heads under sequence parallelism", "cp_size", "sp_size",
-        when=lambda c: _count_local_heads(c) % c.layout.sequence_parallel_size, message=_describe_local_heads,
-        advice=lambda c: f"set it to {list_divisors(_count_local_heads(c), 1)}",
+        when=lambda c: count_local_heads(c) % c.layout.sequence_parallel_size, message=describe_local_heads,
+        advice=lambda c: f"set it to {list_divisors(count_local_heads(c), 1)}",
         fix={"cp_size": 1}, of_teacher=True,
     ),
     model_layout_rule(

@@ -41,6 +41,21 @@ def set_to_divisor(key: str, number: int, condition: str = "") -> str:
     return f"set it to {sizes}{condition}" if sizes else f"remove {key}"
 
 
+def count_local_heads(case: Case) -> int:
+    """Attention heads that a rank of a tensor parallel group has of a token."""
+    is_whole = case.model.family.tensor_parallel == "products"
+    return case.model.heads // (1 if is_whole else case.layout.tensor_parallel_size)
+
+
+def describe_local_heads(case: Case) -> str:
+    local, tensors = count_local_heads(case), case.layout.tensor_parallel_size
+    left = f", of which tp_size {tensors} leaves {local} on a rank" if local != case.model.heads else ""
+    return (
+        f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention heads, but the model has "
+        f"{case.model.heads}{left}"
+    )
+
+
 def trains_experts(case: Case) -> bool:
     """Whether the weights of a mixture's routed experts get an update of their own."""
     model, recipe = case.model, case.recipe
