@@ -233,7 +233,7 @@ class Session:
     @cached_property
     def _loaded(self) -> Loaded:
         recipe, world, data, inputs = self.recipe, self.world, self._data, self.inputs
-        keys = recipe.quantization, recipe.optimization, self._vocabulary
+        keys = recipe.quantization, recipe.optimization, self._vocabulary, recipe.quantization_aware
         with self.computing():
             model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
             if data is not None and data.report.is_complete and data.images is None and trains_tower(model):

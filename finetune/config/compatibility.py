@@ -4,7 +4,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import attention_rules, image_rules, layout_rules, model_rules, recipe_rules, rollout_rules
+from finetune.config import (
+    attention_rules,
+    image_rules,
+    layout_rules,
+    model_rules,
+    qat_rules,
+    recipe_rules,
+    rollout_rules,
+)
 from finetune.config.facts import Case, MachineFacts, ModelFacts, Problem, Rule
 from finetune.config.layout_rules import BF16, ON_NVME, has_fp8, is_quantized
 from finetune.config.optimizers import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
@@ -176,6 +184,9 @@ MACHINE: tuple[Rule, ...] = (
         "torchao for FP8", ("mixed_precision",), has_fp8, "torchao", "mixed_precision: fp8",
         "set mixed_precision: bf16",
     ),
+    _package(
+        "torchao for QAT", (qat_rules.KEY,), qat_rules.is_on, "torchao", qat_rules.KEY, "remove the key",
+    ),
     *(
         _package(f"{facts.package} for {name}", ("optim",), is_set("optim", name), facts.package, f"optim: {name}",
                  f"set optim: {SMALLEST_WITHOUT_PACKAGE}")
@@ -244,6 +255,7 @@ RULES: tuple[Rule, ...] = (
     *layout_rules.POSSIBLE,
     *recipe_rules.RULES,
     *rollout_rules.RULES,
+    *qat_rules.RULES,
     *model_rules.RULES,
     *attention_rules.RULES,
     *image_rules.RULES,

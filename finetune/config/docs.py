@@ -63,6 +63,7 @@ TITLES = {
     "rollout": "Sampling and rewards",
     "lora": "LoRA",
     "quantization": "A base in 4 or 8 bits",
+    "quantization_aware": "Quantization-aware training",
     "data": "Data",
     "batch": "Batch",
     "optimization": "Optimization",

@@ -28,6 +28,7 @@ from finetune.config.key_annotations import (
 from finetune.config.methods import METHODS, MethodFacts
 from finetune.config.methods import Method as Method
 from finetune.config.optimizers import COUPLED_DECAY, DEFAULT_OPTIMIZER, KEPT_IN_FILES, OPTIMIZER_HELP, OptimizerName
+from finetune.config.qat_schemes import SchemeName
 from finetune.config.rollouts import Rollout
 from finetune.config.row_formats import FormatName
 from finetune.config.schedules import (
@@ -212,6 +213,27 @@ class Quantization:
     def bits(self) -> Literal[4, 8] | None:
         """Bits per number of a quantized weight, or None if nothing is quantized."""
         return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationAware:
+    """Training for a model that will be quantized, by torchao (QAT): docs/quantization.md."""
+
+    quantization_aware_training: Annotated[
+        SchemeName | None,
+        SameOnResume,
+        "Round the weights of linear layers, and the inputs where two numbers are named, in every forward as this "
+        "scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and weights of 4. The output head stays as "
+        "it is. What is trained and saved has full precision.",
+    ] = None
+    qat_group_size: Annotated[
+        Positive | None,
+        SameOnResume,
+        "Numbers of a weight's row that share one scale; null: the row. It must divide the inputs of every layer.",
+    ] = 32
+    fake_quant_after_n_steps: Annotated[
+        int, Ge(0), SameOnResume, "Round only after this many optimizer steps, when the weights have settled."
+    ] = 0
 
 
 Turns = Literal["auto", "split", "whole", "last"]
@@ -601,6 +623,7 @@ class Recipe:
     rollout: Rollout = field(default_factory=Rollout)
     lora: Lora = field(default_factory=Lora)
     quantization: Quantization = field(default_factory=Quantization)
+    quantization_aware: QuantizationAware = field(default_factory=QuantizationAware)
     data: Data = field(default_factory=Data)
     batch: Batch = field(default_factory=Batch)
     optimization: Optimization = field(default_factory=Optimization)

@@ -12,7 +12,7 @@ from finetune.config.layout import compute_dtype, frozen_dtype
 from finetune.config.module_patterns import find_trained
 from finetune.config.pretrained_adapter import find_adapter
 from finetune.config.quantization import read_teacher_quantization
-from finetune.config.schema import Lora, Model, Optimization, Quantization, Recipe
+from finetune.config.schema import Lora, Model, Optimization, Quantization, QuantizationAware, Recipe
 from finetune.constants import COMPUTE_DTYPE, PROCESSOR_FILES
 from finetune.distributed.language_model import other_parts, take_language_model, text_names
 from finetune.distributed.parallelize import Values, gathered, parallelize, unwrap
@@ -31,6 +31,7 @@ from finetune.models.checkpointing import (
 )
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.embedding import install_embedding_noise, refuse_frozen_tokens, train_new_tokens
+from finetune.models.fake_quantize import fake_quantize
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.chunks import TokenWeights
 from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
@@ -61,7 +62,7 @@ from finetune.models.weights import (
 )
 from finetune.pretrained_config import Vocabulary, is_vision_language, load_config, text_config_of, trained_config
 
-UNQUANTIZED = Quantization()
+UNQUANTIZED, UNROUNDED = Quantization(), QuantizationAware()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -84,6 +85,7 @@ def load_model(
     quantization: Quantization = UNQUANTIZED,
     optimization: Optimization | None = None,
     vocabulary: Vocabulary | None = None,
+    quantization_aware: QuantizationAware = UNROUNDED,
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model on meta, grows it to `vocabulary`, adapts it, shards it over the ranks, and reads every rank's
     own slices.
@@ -142,6 +144,8 @@ def load_model(
         from finetune.models.fp8 import multiply_in_fp8  # imports torchao
 
         multiply_in_fp8(built, world.sharding)
+    if quantization_aware.quantization_aware_training is not None:
+        fake_quantize(built, quantization_aware)
     divide_experts(built, world)
     if lora.use_peft:
         keep_factors(built)

@@ -25,6 +25,7 @@ from finetune.distributed.parallelize import reshard, unwrap
 from finetune.distributed.sequence_parallel import gather_tokens
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.models.fake_quantize import unrounded
 from finetune.models.recurrent import recurrent_modules
 
 # Tokens of a document, of a second one, and of a third, which repeats the beginning of the first.
@@ -173,9 +174,9 @@ def _difference(found: Tensor, truth: Tensor) -> float:
 
 
 def _unrounded(model: nn.Module, world: World) -> AbstractContextManager[None]:
-    """Where linear layers multiply in FP8: within it they do so in the compute dtype."""
+    """Within it, linear layers that multiply in FP8, or round for quantization, do neither."""
     if world.sharding.fp8 is None:
-        return nullcontext()
+        return unrounded(model)
     from finetune.models.fp8 import without_fp8  # imports torchao
 
     return without_fp8(model)

@@ -31,6 +31,7 @@ from finetune.plan.temporary_memory import (
     meeting_bytes,
     plan_layout_memory,
     plan_updates_in_backward,
+    rounded_bytes,
     teacher_forward,
     teachers_tail,
     update_temporaries,
@@ -273,7 +274,7 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     at_backward = tail + layout.layers * layout.layer_staying + following
     yield replace(head, name="backward of the head", loss=loss_backward_bytes(spec), gathered=at_backward)
     at_layer = dequantized_bytes(spec, recomputes_layer=spec.computation.checkpoint_every is not None)
-    at_layer += fp8_bytes(spec, spec.tokens)
+    at_layer += fp8_bytes(spec, spec.tokens) + rounded_bytes(spec, spec.tokens)
     if spec.sharding.is_fsdp:
         yield from sharded_points(spec, layout, before, at_layer)
     else:
@@ -344,7 +345,7 @@ def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapsh
         name=name,
         activations=tokens * (evaluation_bytes(a, run) + rotary) + mask_bytes(a, run, tokens),
         loss=_chunk_bytes(spec, tokens),
-        temporaries=dequantized_bytes(spec) + fp8_bytes(spec, tokens) + factors,
+        temporaries=dequantized_bytes(spec) + fp8_bytes(spec, tokens) + rounded_bytes(spec, tokens) + factors,
         gathered=_gathered_in_forward(spec),
         communication=plan_layout_memory(spec).buckets,
     )

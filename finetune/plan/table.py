@@ -65,6 +65,8 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     if sharding.fp8 is not None:
         share = sum(spec.fp8_weights.values()) / a.parameters
         computed += f" and FP8 ({sharding.fp8.recipe_name}; {share:.0%} of the weights)"
+    if scheme := recipe.quantization_aware.quantization_aware_training:
+        computed += f" of what {scheme} rounds"
     assumed = f"ranks      {spec.ranks} assumed; --num-processes N plans for N, and the last table shows others"
     return "\n".join(
         [

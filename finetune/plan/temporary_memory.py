@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.config.optimizers import OPTIMIZERS, is_layers_matrix
+from finetune.config.qat_schemes import SCHEMES
 from finetune.constants import FP32, ITEMSIZE, divergence_chunk_tokens, loss_chunk_tokens
 from finetune.plan.activations import Computation, evaluation_bytes, expert_adapter_rank, mask_bytes
 from finetune.plan.architecture import Architecture
@@ -31,7 +32,7 @@ class Snapshot:
     activations: int = 0
     loss: int = 0  # the chunk of logits, and the gradients that the loss computes in its forward
     communication: int = 0  # unsharded gradients that are being reduced
-    temporaries: int = 0  # of the optimizer; of a quantized base, what is dequantized; of FP8, what is cast
+    temporaries: int = 0  # of the optimizer; what is dequantized, cast to FP8, or rounded
     slack: int = 0
     context: int = 0
 
@@ -82,6 +83,22 @@ def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
             yield copies
         else:
             yield copies + CAST * max(inputs, outputs, 0 if linear.name in gathered else weight)
+
+
+ROUNDED = 5  # tensors of a rounded one's size in the backward: scaled, rounded, clamped, a mask, and back
+
+
+def rounded_bytes(spec: RunSpec, tokens: int) -> int:
+    """Bytes that the layer with the most holds for `tokens` tokens where quantization-aware training rounds it; else
+    0."""
+    if (name := spec.recipe.quantization_aware.quantization_aware_training) is None:
+        return 0
+    rounds_inputs, size = SCHEMES[name].input_bits is not None, spec.computation.itemsize
+    of_weight = ROUNDED + spec.recipe.lora.use_peft  # and the gradient of base and adapter together
+    return size * max(
+        of_weight * linear.numel + ROUNDED * rounds_inputs * tokens * linear.shape[1]
+        for linear in spec.architecture.linears()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +354,8 @@ def _plan_whole(spec: RunSpec) -> LayoutMemory:
     backward has used it; DDP has a bucket beside every gradient (torch.nn.parallel.distributed)."""
     run, a = spec.computation, spec.architecture
     multiplied = sum(tensor.numel for tensor in (*a.linears(a.widest_layer), *a.experts(a.widest_layer)))
-    cast = run.itemsize * multiplied if run.autocast and run.lora is None else 0
+    is_cast = run.autocast and run.lora is None and not spec.recipe.quantization_aware.quantization_aware_training
+    cast = run.itemsize * multiplied if is_cast else 0
 
     def unit(name: str, gathered: int = 0) -> UnitMemory:
         return UnitMemory(

@@ -14,6 +14,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap, unwrapped_call
 from finetune.distributed.world import World
 from finetune.files.run_json import append_json_lines
+from finetune.models.fake_quantize import round_from_step
 from finetune.models.rotary import depends_on_length
 from finetune.progress import Progress
 from finetune.training.objectives.sft import Measured, Objective
@@ -50,6 +51,7 @@ def evaluate(
     `watch`: wraps the held-out batches, and may raise before one.
     """
     step, results = progress.step, run.results.setdefault(progress.step, {})
+    round_from_step(run.model, run.recipe.quantization_aware, step)
     line = None
     if run.data.evaluation is not None and "eval_loss" not in results:
         held_out = run.data.evaluation

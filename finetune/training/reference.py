@@ -231,6 +231,7 @@ def _hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: s
     # FSDP casts the weights, the others each product: not the same numbers.
     computed: list[Any] = [world.sharding.mixed_precision, world.sharding.is_fsdp]
     computed += [asdict(world.sharding.fp8)] if world.sharding.fp8 is not None else []
+    computed += [asdict(aware)] if (aware := recipe.quantization_aware).quantization_aware_training else []
     described = [VERSION, weights, keys, recipe.run.seed, computed]
     for batches in stored.values():  # which examples the run comes to
         is_whole = batches.steps >= batches.steps_per_epoch

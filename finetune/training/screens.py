@@ -28,6 +28,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files.run_json import read_json_lines, read_json_object
 from finetune.models.cpu_products import describe_products
+from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher
 from finetune.models.quantized.base import quantized_layers
 from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear
@@ -88,6 +89,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     lines += [f"note    {note}" for note in notes if note.is_note]
     lines += describe_offload(run.optimizer)
     lines += describe_quantized(model, recipe.quantization)
+    lines += describe_rounding(model, recipe)
     lines += describe_teacher(run.objectives.training, run.data.report.longest)
     report = run.data.report
     positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
@@ -222,6 +224,17 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
         f"{disk_size(held)} on this rank, {disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other "
         f"frozen parameters in {SHORT[dtype]}"
     ]
+
+
+def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
+    """What quantization-aware training rounds, where the recipe asks for it."""
+    keys = recipe.quantization_aware
+    if keys.quantization_aware_training is None:
+        return []
+    group = "a row" if keys.qat_group_size is None else f"{keys.qat_group_size} numbers"
+    start = f", after {keys.fake_quant_after_n_steps:,} steps" if keys.fake_quant_after_n_steps else ""
+    layers = counted(len(find_quantizable(model)), "linear layer")
+    return [f"qat     {layers} rounded as {keys.quantization_aware_training}, a scale for {group}{start}"]
 
 
 def last_screen(folder: Path, last_step: int) -> list[str]:

@@ -24,6 +24,7 @@ from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.embedding import NoisyDocuments
+from finetune.models.fake_quantize import round_from_step
 from finetune.models.moe.experts import Routing, find_routing
 from finetune.optim.update_rules import seed_from, seed_rounding
 from finetune.training.in_backward import UpdateInBackward
@@ -205,6 +206,7 @@ def forward_backward(
     in_backward: UpdateInBackward | None = None,
 ) -> Measured:
     """Adds the gradients of `batch`, under the dropout and the noise of its step. All ranks call it."""
+    round_from_step(model, recipe.quantization_aware, batch.step)
     seed_dropout(recipe.run.seed, batch.step, world.tensor_group_index)
     seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
     return accumulate_gradients(model, batch, world, objective, noise_seed=seed, in_backward=in_backward)

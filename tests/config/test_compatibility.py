@@ -53,6 +53,7 @@ A100 = MachineFacts(device="cuda", gpu="NVIDIA A100", capability=(8, 0))
 CODE = f"{Path(__file__)}:test_no_rule"
 LORA, NVME = "use_peft=true", ["optim_offload=nvme", "offload_dir=/nvme"]
 GRPO = ["method=grpo", "rewards=[length]", "max_completion_length=16"]
+QAT = ["quantization_aware_training=int8-int4"]
 BACKWARD = ["optim_in_backward=true", "max_grad_norm=null"]
 
 # What is asked of the recipe, the layout, its ranks, config.json, the machine -> a part of the sentence.
@@ -77,6 +78,14 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([LORA, "lora_target_parameters=[experts.down_proj]"], Sharding(layout="fsdp1"), 2, None, None, "none of them can have an adapter"),
     ([LORA], Sharding(layout="fsdp1"), 1, None, None, "FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters"),
     (["frozen_modules=[lm_head]"], Sharding(layout="fsdp1", strategy="NO_SHARD"), 2, None, None, "(NO_SHARD, or one rank) cannot hold frozen"),
+    # quantization-aware training
+    (QAT, TP, 4, None, None, "cannot be combined with tp_size"),
+    (QAT, replace(FSDP2, fp8=Fp8()), 1, None, None, "cannot be combined with mixed_precision: fp8"),
+    (QAT, None, 1, MIXTURE, None, "cannot be combined with a mixture of experts"),
+    (QAT, None, 1, LLAMA | {"model_type": "falcon_h1"}, None, "cannot be combined with recurrent layers"),
+    (QAT, None, 1, LLAMA | {"quantization_config": NF4}, None, "cannot be combined with a quantized base"),
+    ([*QAT, "qat_group_size=64"], None, 1, LLAMA, None,
+     "qat_group_size: 64 does not divide 96, the inputs of linear layers of M; set it to a divisor of 32, or to null"),
     # tensor parallelism
     (["optim=adafactor"], TP, 4, None, None, "optim: adafactor cannot be combined with tp_size"),
     (["optim=adamw_8bit"], TP, 4, None, None, "optim: adamw_8bit cannot be combined with tp_size"),
@@ -207,6 +216,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
         ([LORA, "load_in_4bit=true"], FSDP2, "load_in_4bit needs bitsandbytes; pip install bitsandbytes, or remove it"),
         (["optim=adamw_8bit"], FSDP2, "optim: adamw_8bit needs torchao; pip install torchao"),
         ([], replace(FSDP2, fp8=Fp8()), "mixed_precision: fp8 needs torchao; pip install torchao"),
+        (QAT, FSDP2, "quantization_aware_training needs torchao; pip install torchao, or remove the key"),
         (["report_to=wandb"], FSDP2, 'report_to: wandb: its package is not installed; pip install "finetune[wandb]"'),
     ]),
 ]  # fmt: skip
@@ -243,6 +253,7 @@ def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, .
         (["optim=adamw_bf16_moments"], TP, 4, LLAMA, CPU),
         ([], TP, 4, LLAMA | {"model_type": "phi3", "num_key_value_heads": 2}, CPU),
         ([], EP, 4, MIXTURE, CPU),
+        ([*QAT, "qat_group_size=null"], SP, 4, LLAMA | {"intermediate_size": 97}, CPU),
         ([LORA, "load_in_4bit=true"], FSDP2, 2, LLAMA | {"quantization_config": NF4}, CPU),
         (NVME, FSDP2, 2, LLAMA, CPU),
         (BACKWARD, Sharding(layout="single"), 1, LLAMA, CPU),
@@ -361,6 +372,36 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     "held-out prompts are answered and rewarded, but there are no rewards; set rewards",
                 ),
                 (["top_p=0.9"], "top_p: no such key: completions are sampled from all of the vocabulary"),
+            ]
+        ),
+        *(
+            ([*QAT, *keys], None, None, said, False)
+            for keys, said in [
+                (
+                    ["quantization_aware_training=fp8-fp8"],
+                    "fp8-fp8: torchao quantizes to FP8 on GPUs from Ada and MI300",
+                ),
+                (
+                    ["quantization_aware_training=int4-packed"],
+                    "with kernels of the mslk package, on a GPU, so that the",
+                ),
+                (
+                    ["quantization_aware_training=nvfp4"],
+                    "could not be compared with the one that was trained; use one of",
+                ),
+                (["quantization_aware_training=null", "qat_group_size=8"], "qat_group_size has no effect without"),
+                ([LORA, "load_in_4bit=true"], "cannot be combined with load_in_4bit: the base is quantized already"),
+                ([LORA, "use_dora=true"], "cannot be combined with use_dora: only plain adapters are added"),
+                ([LORA, "lora_dropout=0.1"], "cannot be combined with lora_dropout: base and adapter are rounded"),
+                (
+                    [LORA, "lora_target_parameters=[experts.down_proj]"],
+                    "cannot be combined with lora_target_parameters",
+                ),
+                (GRPO, "cannot be combined with a method that samples: one rounded input"),
+                (
+                    ["fake_quant_after_n_steps=8", "max_steps=8"],
+                    "the run ends after 8 steps, and nothing would be rounded",
+                ),
             ]
         ),
         (

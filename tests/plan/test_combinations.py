@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from finetune.config.layout import Fp8, Sharding
-from finetune.config.schema import Batch, Data, Lora, Method, Model, Optimization, Quantization, Recipe
+from finetune.config.schema import (
+    Batch,
+    Data,
+    Lora,
+    Method,
+    Model,
+    Optimization,
+    Quantization,
+    QuantizationAware,
+    Recipe,
+)
 from finetune.errors import UserError
 from finetune.plan.plan import make_plan
 from tests.ranks import ROOT
@@ -53,6 +63,9 @@ TECHNIQUES: dict[str, Recipe] = {
     "QLoRA (`load_in_4bit`)": replace(PLAIN, lora=PEFT, quantization=Quantization(load_in_4bit=True)),
     "`method: dpo`, orpo, simpo, kto": replace(PLAIN, method=Method(method="dpo")),
     "FP8": PLAIN,
+    "`quantization_aware_training`": replace(
+        PLAIN, quantization_aware=QuantizationAware(quantization_aware_training="int8-int4")
+    ),
     "`torch_compile`": replace(PLAIN, model=replace(PLAIN.model, torch_compile=True)),
     "`activation_checkpointing_keeps`": replace(
         PLAIN, model=replace(PLAIN.model, activation_checkpointing_keeps="attention")

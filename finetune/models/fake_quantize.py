@@ -1,0 +1,205 @@
+"""Linear layers that round weights and inputs as the quantized model will (quantization-aware training), by torchao.
+
+Jacob et al. 2018. Gradients pass the rounding as if it were not there, but where a number is clamped. The weight that
+is rounded is the one that the export quantizes: under LoRA the base with its adapter in it, as merged. It is computed
+again in the backward instead of being kept, so that a layer keeps no more than a plain one.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from finetune.config.qat_schemes import SCHEMES
+from finetune.config.schema import QuantizationAware
+from finetune.constants import ADAPTER_NAME
+from finetune.distributed.language_model import text_modules
+from finetune.errors import UserError
+from finetune.models.lora import is_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What a layer's numbers are rounded by. torchao finds the scales in each call, so that all layers share
+    it."""
+
+    inputs: Callable[[Tensor], Tensor] | None  # None: they are not rounded
+    weight: Callable[[Tensor], Tensor]
+
+
+def torchao_config(keys: QuantizationAware) -> Any:
+    """torchao's name for the recipe's scheme: what `QATConfig` and `quantize_` take."""
+    from torchao.quantization import (
+        Int8DynamicActivationIntxWeightConfig,
+        IntxWeightOnlyConfig,
+        PerAxis,
+        PerGroup,
+    )
+
+    assert keys.quantization_aware_training is not None
+    scheme = SCHEMES[keys.quantization_aware_training]
+    dtype = getattr(torch, f"int{scheme.weight_bits}")
+    granularity = PerAxis(0) if keys.qat_group_size is None else PerGroup(keys.qat_group_size)
+    if scheme.input_bits is None:
+        return IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
+    return Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
+
+
+def find_quantizable(model: Any) -> dict[str, nn.Linear]:
+    """The linear layers of the language model that are quantized, by name: all but the output head and adapters."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in text_modules(model)
+        if isinstance(module, nn.Linear) and type(module) in (nn.Linear, FakeQuantizedLinear)
+        if module is not head and not is_adapter(f"{name}.weight")
+    }
+
+
+def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
+    """Has the linear layers of `model` round as the recipe's scheme does, and returns how many they are. Call it before
+    sharding, after adapters are in place.
+
+    Raises `UserError` where a layer's inputs are no multiple of the group size.
+    """
+    from peft.tuners.lora.layer import Linear as AdaptedLinear
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+
+    group, layers = keys.qat_group_size, find_quantizable(model)
+    for name, layer in layers.items():
+        if group is not None and layer.in_features % group:
+            raise UserError(
+                f"qat_group_size: {group} does not divide the {layer.in_features} inputs of {name}; set one that does, "
+                "or null for one scale a row"
+            )
+    sample = nn.Sequential(nn.Linear(group or 1, 1, bias=False))
+    quantize_(sample, QATConfig(torchao_config(keys), step="prepare"))
+    made: Any = sample[0]
+    rounding = Rounding(made.activation_fake_quantizer, made.weight_fake_quantizer)
+    for layer in layers.values():
+        layer.__class__ = FakeQuantizedLinear
+        layer.rounding, layer.is_rounded = rounding, keys.fake_quant_after_n_steps == 0  # type: ignore[assignment]
+    for module in model.modules():
+        if type(module) is AdaptedLinear and isinstance(module.base_layer, FakeQuantizedLinear):
+            module.__class__ = _adapted_class()
+    return len(layers)
+
+
+def round_from_step(model: nn.Module, keys: QuantizationAware, step: int) -> None:
+    """Turns rounding on where `fake_quant_after_n_steps` updates have been made before `step` (0-based), else off."""
+    if keys.quantization_aware_training is not None:
+        for module in model.modules():
+            if isinstance(module, FakeQuantizedLinear):
+                module.is_rounded = step >= keys.fake_quant_after_n_steps
+
+
+@contextmanager
+def unrounded(model: nn.Module) -> Iterator[None]:
+    """Within it, nothing is rounded: a difference in the last bit can move a number to the next step of its scale."""
+    layers = [module for module in model.modules() if isinstance(module, FakeQuantizedLinear)]
+    before = [layer.is_rounded for layer in layers]
+    for layer in layers:
+        layer.is_rounded = False
+    try:
+        yield
+    finally:
+        for layer, was_rounded in zip(layers, before, strict=True):
+            layer.is_rounded = was_rounded
+
+
+class FakeQuantizedLinear(nn.Linear):
+    """A linear layer of the same parameters, which rounds while `is_rounded`."""
+
+    rounding: Rounding
+    is_rounded: bool
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        if not self.is_rounded:
+            return super().forward(input)
+        return self.multiply(input.to(_compute_dtype(input)), 1.0, self.weight)
+
+    def multiply(self, inputs: Tensor, scale: float, *weights: Tensor) -> Tensor:
+        """The rounded product. `weights`: the layer's, and under LoRA the adapter's A and B, which count `scale`."""
+        dtype = _compute_dtype(inputs)
+        if torch.compiler.is_compiling():  # which decides itself what is kept
+            rounded = self.rounding.weight(_merge(weights, scale, dtype))
+            product = F.linear(_round_inputs(self.rounding, inputs.to(dtype)), rounded)
+        else:
+            product = _RoundedProduct.apply(self.rounding, dtype, scale, inputs, *weights)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias.to(dtype)
+
+
+@cache
+def _adapted_class() -> type[nn.Module]:
+    """peft's layer with another forward, under the same name. Importing peft takes a second."""
+    from peft.tuners.lora.layer import Linear as AdaptedLinear
+
+    class Linear(AdaptedLinear):  # type: ignore[misc]
+        def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
+            is_usual = not (arguments or keys or self.disable_adapters or self.merged)
+            if not is_usual or not self.base_layer.is_rounded:
+                output: Tensor = super().forward(x, *arguments, **keys)
+                return output
+            a, b = self.lora_A[ADAPTER_NAME].weight, self.lora_B[ADAPTER_NAME].weight
+            base: FakeQuantizedLinear = self.base_layer
+            return base.multiply(x, self.scaling[ADAPTER_NAME], base.weight, a, b)
+
+    return Linear
+
+
+def _compute_dtype(inputs: Tensor) -> torch.dtype:
+    device = inputs.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+
+
+def _merge(weights: tuple[Tensor, ...], scale: float, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, as an export writes it: an adapter is added in float32, and the sum is rounded once."""
+    weight, *adapter = weights
+    if not adapter:
+        return weight.to(dtype)
+    a, b = adapter
+    return (weight.float() + scale * (b.float() @ a.float())).to(dtype)
+
+
+def _round_inputs(rounding: Rounding, inputs: Tensor) -> Tensor:
+    return inputs if rounding.inputs is None else rounding.inputs(inputs)
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """[..., in] x [out, in] -> [..., out]. Keeps the inputs and the weights as they came."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rounding: Rounding, dtype: torch.dtype, scale: float, inputs: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.settings = rounding, dtype, scale
+        ctx.save_for_backward(inputs, *weights)
+        with torch.autocast(inputs.device.type, enabled=False):
+            rounded = rounding.weight(_merge(weights, scale, dtype))
+            return F.linear(_round_inputs(rounding, inputs.to(dtype)), rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (rounding, dtype, scale), (gradient,) = ctx.settings, gradients
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
+        leaves = [tensor.detach().requires_grad_(is_needed) for tensor, is_needed in pairs]
+        inputs, *weights = leaves
+        with torch.autocast(gradient.device.type, enabled=False):
+            with torch.enable_grad():
+                rounded_inputs = _round_inputs(rounding, inputs.to(dtype))
+                rounded = rounding.weight(_merge(tuple(weights), scale, dtype))
+            rows, products = gradient.reshape(-1, gradient.shape[-1]).to(dtype), list[tuple[Tensor, Tensor]]()
+            if inputs.requires_grad:
+                products.append((rounded_inputs, (rows @ rounded.detach()).view(inputs.shape)))
+            if rounded.requires_grad:
+                of_weight = rows.t() @ rounded_inputs.detach().reshape(-1, inputs.shape[-1])
+                products.append((rounded, of_weight))
+        outputs, theirs = zip(*products, strict=True)
+        found = iter(torch.autograd.grad(outputs, [each for each in leaves if each.requires_grad], theirs))
+        return None, None, None, *(next(found) if each.requires_grad else None for each in leaves)

@@ -1,0 +1,169 @@
+"""Quantization-aware training: transformers with torchao's own QATConfig in a plain loop, in every layout, resumed, and served."""
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from finetune.checkpoint.retention import step_folder
+from finetune.config.schema import QuantizationAware
+from finetune.files.tensors import read, read_folder
+from finetune.models.lora import peft_name
+from tests.conftest import make_chat, make_model
+from tests.training import reference
+from tests.training.layouts import assert_losses, train_all, write_config, write_recipe
+
+pytest.importorskip("torchao")
+STEPS, ROWS = 6, 4  # rows of a step
+LORA = ["use_peft=true", "lora_r=4"]
+# name -> the recipe's keys beside the model and the data
+KEYS: dict[str, list[str]] = {
+    "int4": ["quantization_aware_training=int4", "qat_group_size=8"],
+    "int8-int4": ["quantization_aware_training=int8-int4", "qat_group_size=8"],
+    "int8 of rows": ["quantization_aware_training=int8", "qat_group_size=null"],
+    "int8-int8 later": ["quantization_aware_training=int8-int8", "qat_group_size=16", "fake_quant_after_n_steps=2"],
+    "lora int4": ["quantization_aware_training=int4", "qat_group_size=8", *LORA],
+    "lora int8-int4": ["quantization_aware_training=int8-int4", "qat_group_size=8", *LORA],
+}
+ONE_RANK = [("single", name) for name in KEYS]
+TWO_RANKS = [("full_shard", "int4"), ("full_shard", "int8-int4"), ("full_shard", "lora int8-int4")]
+MORE_ON_TWO = [("FULL_SHARD", "int4"), ("ddp", "int4"), ("ddp", "lora int4"), ("offload", "int8-int4")]
+MORE_ON_TWO += [("full_shard", name) for name in ("int8 of rows", "int8-int8 later", "lora int4")]
+
+
+def read_keys(name: str) -> QuantizationAware:
+    given = dict(key.split("=") for key in KEYS[name])
+    group = given["qat_group_size"]
+    return QuantizationAware(
+        quantization_aware_training=given["quantization_aware_training"],
+        qat_group_size=None if group == "null" else int(group),
+        fake_quant_after_n_steps=int(given.get("fake_quant_after_n_steps", 0)),
+    )
+
+
+def torchao_base(name: str) -> Any:
+    """torchao's configuration, written here by hand."""
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerAxis, PerGroup
+
+    return {
+        "int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8)),
+        "int8-int4": Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(8)),
+        "int8 of rows": IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)),
+        "int8-int8 later": Int8DynamicActivationIntxWeightConfig(torch.int8, PerGroup(16)),
+    }[name.removeprefix("lora ")]
+
+
+def is_rounded(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and "lm_head" not in name and ".lora_" not in name
+
+
+def prepare(model: Any, name: str) -> None:
+    """What a user of torchao writes; under LoRA its layer multiplies with base and adapter together."""
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+
+    quantize_(model, QATConfig(torchao_base(name), step="prepare"), filter_fn=is_rounded)
+    later = read_keys(name).fake_quant_after_n_steps
+    if later:  # as torchtune does it: the quantizers are switched on between two steps
+        quantizers = [each for each in model.modules() if hasattr(each, "enabled")]
+        forwards = itertools.count()
+
+        def switch(*_: Any) -> None:
+            step = next(forwards) // ROWS
+            for each in quantizers:
+                each.enabled = step >= later
+
+        model.register_forward_pre_hook(switch)
+    for layer in model.modules():
+        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
+            layer.forward = functools.partial(merged_forward, layer)
+
+
+def merged_forward(layer: Any, x: torch.Tensor) -> Any:
+    base, a, b = layer.base_layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    return functional_call(base, {"weight": base.weight + layer.scaling["default"] * (b @ a)}, (x,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("qat")
+
+
+@pytest.fixture(scope="module")
+def recipe(folder: Path) -> Path:
+    model, data = make_model(folder / "model", tie_word_embeddings=True), make_chat(folder / "chat.jsonl", rows=16)
+    keys = {"global_batch_size": ROWS, "max_steps": STEPS, "save_steps": 1, "save_total_limit": None}
+    return write_recipe(folder / "recipe.yaml", model, data, **keys)
+
+
+def losses_by_torchao(name: str, recipe: Path, run: Path) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step of the plain loop, each from the weights that `run` had before it.
+
+    The largest number of a group is divided by its scale to 7.5 (of 4 bits), a tie: its last bit decides whether it becomes -7 or
+    -8, and whether 7 has a gradient. So two loops that add in another order part after some steps, however alike they are.
+    """
+    path = recipe.with_name(f"{run.name}.yaml")
+    path.write_text(recipe.read_text() + ("use_peft: true\nlora_r: 4\n" if name.startswith("lora") else ""))
+
+    def prepare_and_follow(model: Any) -> None:
+        prepare(model, name)
+        forwards = itertools.count()
+
+        def follow(*_: Any) -> None:
+            step, row = divmod(next(forwards), ROWS)
+            if step and row == 0:
+                load_step(model, run, step)
+
+        model.register_forward_pre_hook(follow)
+
+    return reference.train(path, prepare=prepare_and_follow)
+
+
+def load_step(model: nn.Module, run: Path, step: int) -> None:
+    stored = {peft_name(name): tensor for name, tensor in read_folder(step_folder(run, step) / "model").items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(read(stored[peft_name(name)]))
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipe: Path, slow_too: bool) -> Any:
+    """(layout, name, ranks) -> the run's folder."""
+
+    @functools.cache
+    def started(ranks: int) -> None:
+        wanted = ONE_RANK if ranks == 1 else [*TWO_RANKS, *(MORE_ON_TWO if slow_too else [])]
+        train_all(
+            folder,
+            [
+                (recipe, write_config(folder, layout), [f"output_dir={folder}/{layout}-{name}-{ranks}", *KEYS[name]])
+                for layout, name in wanted
+            ],
+            ranks=ranks,
+        )
+
+    def run(layout: str, name: str, ranks: int) -> Path:
+        started(ranks)
+        return folder / f"{layout}-{name}-{ranks}"
+
+    return run
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_the_losses_are_those_of_torchao_in_a_plain_loop(name: str, runs: Any, recipe: Path) -> None:
+    run = runs("single", name, 1)
+    assert_losses(run, losses_by_torchao(name, recipe, run))
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [*TWO_RANKS, *(pytest.param(*which, marks=pytest.mark.slow) for which in MORE_ON_TWO)]
+)
+def test_so_are_they_on_two_ranks(layout: str, name: str, runs: Any, recipe: Path) -> None:
+    run = runs(layout, name, 2)
+    assert_losses(run, losses_by_torchao(name, recipe, run))
