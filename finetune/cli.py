@@ -37,8 +37,7 @@ Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 @clean_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit code: 0, 2 for a mistake that the user can fix, 75 for a preempted
-    run."""
+    """Runs one subcommand and returns its exit code: 0, 2 for a mistake the user can fix, 75 for a preempted run."""
     silence_libraries()
     try:
         options = read_arguments(sys.argv[1:] if arguments is None else arguments)

@@ -97,8 +97,7 @@ def count_steps(interval: float | None, steps: int) -> int | None:
 
 
 def grow_rows(rows: int, tokens: int, multiple: int) -> int:
-    """Rows of an embedding of `rows` that has to hold `tokens`: as they are if they suffice, else a multiple of
-    `multiple`.
+    """Rows of an embedding of `rows` that must hold `tokens`: `rows` if they suffice, else a multiple of `multiple`.
 
     >>> grow_rows(128256, 128256, 64), grow_rows(128256, 128258, 64)
     (128256, 128320)

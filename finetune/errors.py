@@ -41,8 +41,7 @@ class Preempted(Exception):
 
 @clean_output()
 def exit_code(main: Callable[[], object]) -> int:
-    """Runs `main` and returns the process's exit code; a mistake that the user can fix is one message on stderr,
-    without a traceback.
+    """Runs `main` and returns the exit code; a mistake that the user can fix is one message on stderr.
 
     Under a launcher every rank makes the same mistake, and rank 0 prints it. Another rank prints its own once rank 0
     has had the time to fail too, since the launcher ends all ranks with the first.

@@ -105,8 +105,7 @@ def _count_attention_layers(config: Any) -> int:
 
 
 def _read_head_size(config: Any) -> float:
-    """Q by a transformers config. Where keys and values come out of latents (DeepSeek's MLA), `head_dim` is only the
-    part of a key that is rotated."""
+    """Q by a transformers config. Under MLA (DeepSeek), `head_dim` is only the rotated part of a key."""
     plain, value = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
     if plain and value:
         return float(plain + config.qk_rope_head_dim + value) / 2

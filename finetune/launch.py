@@ -26,8 +26,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the run's own han
 
 
 def launch_command(options: argparse.Namespace) -> int:
-    """Starts run.py on the ranks and returns its exit code. Raises `UserError` for a wrong recipe or config before
-    torch loads."""
+    """Starts run.py on the ranks and returns its exit code. Raises `UserError` before torch loads."""
     recipe = complete_lora(read_recipe(options.recipe, options.overrides))
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
@@ -68,8 +67,7 @@ def _default_ranks() -> int:
 
 
 def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) -> int:
-    """Runs `script` on `ranks` processes of this machine through Accelerate's multi-process launcher (torchrun's
-    agent).
+    """Runs `script` on `ranks` processes of this machine through Accelerate's multi-process launcher.
 
     For one rank too: the simple launcher would leave its child behind on a signal.
     """

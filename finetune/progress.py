@@ -1,5 +1,4 @@
-"""How far a training run has come: what a checkpoint stores beside the state of model and optimizer. Imports no
-torch."""
+"""How far a training run has come: what a checkpoint stores beside model and optimizer. Imports no torch."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol

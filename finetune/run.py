@@ -1,5 +1,4 @@
-"""The script that the launcher starts on every rank: `accelerate launch finetune/run.py --config C --recipe R
-key=value`."""
+"""The script on every rank: `accelerate launch finetune/run.py --config C --recipe R key=value`."""
 
 import argparse
 import os

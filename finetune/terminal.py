@@ -1,5 +1,4 @@
-"""What a process writes to its terminal: nothing in a text chosen by others (column, file, key, tensor names) may steer
-it.
+"""What a process writes to its terminal, on which no text from outside (column, file, tensor names) may act.
 
 It is cleaned in one place, where it leaves the process: errors, tracebacks and the warnings of libraries included. What
 goes to stderr is only shown: where nobody reads it any more (a closed pipe, a lost terminal), it is dropped and the
@@ -100,8 +99,7 @@ def clean_output() -> Iterator[None]:
 
 
 def _discard_if_broken(stream: TextIO) -> None:
-    """Points a stream that cannot be written at the null device: the interpreter's last flush would fail the
-    process."""
+    """Points an unwritable stream at the null device: the interpreter's last flush would fail the process."""
     try:
         stream.flush()
     except OSError:
@@ -117,8 +115,7 @@ def discard(stream: TextIO) -> None:
 
 @contextmanager
 def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A bar with bytes and time left on stderr, as a function that advances it by bytes; none where stderr is no
-    terminal."""
+    """A bar of bytes and time left on stderr, as a function that advances it; none if that is no terminal."""
     from tqdm import tqdm
 
     with tqdm(desc=label, total=total_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:

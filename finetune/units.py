@@ -23,8 +23,7 @@ UNITS = {
 
 
 def read_size(text: str) -> int:
-    """Bytes from text such as 80GiB, 5 GB or a bare number; 5GB is 5·10⁹, 5GiB and 5G are 5·2³⁰, in any case of
-    letters.
+    """Bytes from text such as 80GiB, 5 GB or a bare number: 5GB is 5·10⁹, 5GiB and 5G are 5·2³⁰.
 
     Raises `UserError` for what is no size, or none at all.
 

@@ -1,2 +1,1 @@
-"""Checkpoints: sharded, checksummed, published by one rename, and resumed exactly in any layout. docs/checkpoints.md
-has the format."""
+"""Checkpoints: sharded, checksummed, published by one rename, resumed exactly in any layout; docs/checkpoints.md."""

@@ -35,8 +35,7 @@ class Summary:
 
 
 def checkpoints_command(options: argparse.Namespace) -> int:
-    """Lists the checkpoints of `options.run`; with `options.verify` reads every byte. Returns 1 where one is
-    damaged."""
+    """Lists the checkpoints of `options.run`, and with `options.verify` reads every byte. Returns 1 if any is bad."""
     run = Path(options.run)
     restore_exports(run)
     found = summarize_checkpoints(run, checksums=options.verify)

@@ -1,5 +1,4 @@
-"""The manifest of a checkpoint: which files belong to it, with their sizes and checksums, and whether they are sound.
-No torch.
+"""The manifest of a checkpoint: its files with sizes and checksums, and whether they are sound. No torch.
 
 A folder is a checkpoint when it is called step-N, its manifest says that it holds step N and names every file in it
 with its size and checksum, and state.json says how far the run was.
@@ -23,8 +22,7 @@ PATH_LIMIT_BYTES = 4096
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in `path`, and its bytes. Raises `ValueError` (a sentence) where it holds none, `OSError` as it
-    comes."""
+    """The JSON object in `path`, and its bytes. Raises `ValueError` (a sentence) if it holds none, or `OSError`."""
     raw = read_bounded(path)
     try:
         content = parse_json(raw)
@@ -46,8 +44,7 @@ def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
 
 
 def refuse_malformed_manifest(name: str, content: Mapping[str, Any]) -> None:
-    """Raises `ValueError` (a sentence) where `content` is not what a manifest says, or names a file outside the
-    checkpoint."""
+    """Raises `ValueError` (a sentence) if `content` is no manifest, or names a file outside the checkpoint."""
     _refuse_wrong_kinds(name, content, _MANIFEST)
     for file in content["files"]:
         path = PurePosixPath(file)
@@ -136,8 +133,7 @@ class Manifest:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of `checkpoint`. Raises `ValueError` (a sentence) where it is not one, `OSError` where it cannot be
-    read."""
+    """The manifest of `checkpoint`. Raises `ValueError` (a sentence) if it is not one, `OSError` if unreadable."""
     content, raw = read_object(checkpoint / MANIFEST)
     version, content = content.get("format_version"), {k: v for k, v in content.items() if k != "checksum"}
     if version != FORMAT_VERSION:

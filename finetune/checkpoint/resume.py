@@ -186,8 +186,7 @@ def _hash(value: Any) -> str:
 
 
 def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None) -> Path | None:
-    """The verified checkpoint from which `resume_from_checkpoint` says to resume; None to start at step 0. All ranks
-    call it.
+    """The verified checkpoint that `resume_from_checkpoint` names; None to start at step 0. All ranks call it.
 
     Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course has changed: the
     recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
@@ -232,14 +231,12 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
 
 
 def load_start(start: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:
-    """Loads the checkpoint that `find_start` has found; a run without one is at step 0, with the weights that it
-    has."""
+    """Loads the checkpoint that `find_start` has found. A run without one is at step 0, with the weights it has."""
     return Progress() if start is None else load(start, model, optimizer, world)
 
 
 def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:
-    """Fills the model and the optimizer from `checkpoint`, which has been verified. All ranks call it, each reads its
-    part.
+    """Fills the model and the optimizer from a verified `checkpoint`. All ranks call it; each reads its part.
 
     Raises `UserError` where the checkpoint was saved from a different model.
     """
@@ -263,8 +260,7 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def list_changes(state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """What differs between the run that saved `state` (state.json) and this one: what decides its course, then the
-    rest.
+    """What differs between the run that saved `state` (state.json) and this one: first what decides its course.
 
     Held-out data decide it where their loss chooses a checkpoint or ends the run.
     """
@@ -282,8 +278,7 @@ def list_changes(state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, 
 def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What differs between two recipes with every key filled in, as `key: then -> now`.
 
-    First what decides the course of a run (the schema marks it), then the rest. A key that `then` does not know had its
-    default.
+    First what decides the course of a run (the schema marks it). A key that `then` does not know had its default.
     """
     deciding: list[str] = []
     other: list[str] = []

@@ -152,8 +152,7 @@ def prune(
 
 
 def rename_damaged(run_folder: Path, step: int) -> list[Path]:
-    """Renames every checkpoint after `step` to damaged-N, and returns the new names. Only for the process that has the
-    lock.
+    """Renames every checkpoint after `step` to damaged-N, and returns the new names. For the holder of the lock only.
 
     Called when the run resumes at `step`, since none of them verified: under a checkpoint's name they would count in
     `save_total_limit` and be verified again at every start.
@@ -172,8 +171,7 @@ def rename_damaged(run_folder: Path, step: int) -> list[Path]:
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Removes what a killed process left, and restores a checkpoint that it was replacing. Only for the process that
-    has the lock.
+    """Removes what a killed process left, and restores a checkpoint it was replacing. For the holder of the lock only.
 
     What cannot be removed stays: it is no checkpoint, and no reason not to start.
     """

@@ -74,8 +74,7 @@ OTHER_MESH_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a file or the launcher's environment states, before it is interpreted; keys of `fsdp` and `mesh` without
-    prefixes."""
+    """What a file or the environment states, before it is interpreted. Keys of `fsdp` and `mesh` have no prefix."""
 
     source: str
     distributed_type: str

@@ -1,5 +1,4 @@
-"""The rules on a model's layers across tokens: which keep packed documents apart, and which can be divided over ranks.
-Imports no torch."""
+"""The rules on layers across tokens: which keep packed documents apart, and which ranks can share. Imports no torch."""
 
 from finetune.config.facts import Case, Rule
 from finetune.config.families import (

@@ -1,5 +1,4 @@
-"""DeepSpeed's part of an Accelerate file, and its JSON file, as the FSDP2 layout that distributes the same.
-Torch-free."""
+"""DeepSpeed's part of an Accelerate file, and its JSON file, as the FSDP2 layout that does the same. Torch-free."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""What a rule may look at: the recipe, the layout, facts about the model and facts about the machine. Imports no
-torch."""
+"""What a rule may look at: the recipe, the layout, facts about the model and the machine. Imports no torch."""
 
 import importlib.util
 import shutil
@@ -87,8 +86,7 @@ class ModelFacts:
 
     @property
     def has_auxiliary_loss(self) -> bool:
-        """Whether the installed transformers has a load-balancing loss for the family; DeepSeek V3 has a bias
-        instead."""
+        """Whether transformers has a load-balancing loss for the family; DeepSeek V3 has a bias instead."""
         source = read_family_source(self.model_type)
         return self.experts > 0 and (not source or "load_balancing_loss_func" in source)
 
@@ -227,8 +225,7 @@ def _in_yaml(value: Any) -> str:
 def read_model_facts(
     config: Mapping[str, Any], name: str, tokens: int | None = None, *, vision: bool = False
 ) -> ModelFacts:
-    """The facts of a config: the text model's part of config.json with its family's defaults, or transformers'
-    `to_dict()`.
+    """The facts of a config: the text model's part of config.json or `to_dict()`, with the family's defaults.
 
     Args:
         config: Keys as in config.json.
@@ -335,8 +332,7 @@ def _shorten(value: Any) -> str:
 
 @cache
 def has_compiler() -> bool:
-    """Whether torch.compile finds a C compiler. Cached: searching the PATH for every parameter takes milliseconds a
-    step."""
+    """Whether torch.compile finds a C compiler. Cached: searching the PATH for every parameter takes milliseconds."""
     return shutil.which("cc") is not None
 
 

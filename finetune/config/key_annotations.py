@@ -12,8 +12,7 @@ StepsOrShare = Positive | Annotated[float, Gt(0), Lt(1)]  # a share of the run's
 
 
 class FileOrName:
-    """Marks a key whose value may be a local path; the reader looks in the working directory, then in the recipe's
-    folder."""
+    """Marks a key whose value may be a local path, from the working directory or else the recipe's folder."""
 
 
 class PythonName:
@@ -21,13 +20,11 @@ class PythonName:
 
 
 class ModulePatterns:
-    """Marks a key whose value (a list, or the keys of a mapping) is patterns for modules' names; see
-    module_patterns.py."""
+    """Marks a key whose value (a list, or a mapping's keys) is patterns of module names: see module_patterns.py."""
 
 
 class SameOnResume:
-    """Marks a key that decides the course of a run (data, model, batch, horizon, seed): a resumed run must have it
-    unchanged."""
+    """Marks a key that decides the course of a run (data, model, batch, seed), which a resumed run must keep."""
 
 
 @dataclass(frozen=True, slots=True)

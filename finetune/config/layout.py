@@ -71,17 +71,14 @@ def read_fp8_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_multiplied_in_fp8(shape: tuple[int, ...]) -> bool:
-    """Whether a GPU multiplies by a weight of this `shape` [out, in] in FP8; its tensor cores take 16 numbers at a
-    time."""
+    """Whether a GPU multiplies by a weight of `shape` [out, in] in FP8; tensor cores take 16 numbers at a time."""
     return all(size % FP8_MULTIPLE == 0 for size in shape)
 
 
 def gathers_fp8(sharding: "Sharding") -> bool:
-    """Whether FSDP gathers the weights of these linear layers as 8-bit numbers: torchao has it for FSDP2 and one scale
-    a weight.
+    """Whether FSDP gathers these layers' weights in 8 bits: torchao does it for FSDP2 and one scale a weight.
 
-    Not under CPU offload, where a weight's scale, computed ahead for all ranks, does not survive the copy to the
-    device.
+    Not under CPU offload, where a weight's scale, computed ahead, does not survive the copy to the device.
     """
     fp8 = sharding.fp8
     return (
@@ -173,8 +170,7 @@ class Sharding:
         return rank // self.tensor_parallel_size
 
     def count_replica_ranks(self, ranks: int, ranks_per_node: int) -> int:
-        """How many of `ranks` hold one replica of the model between them: all of them, one, or under hybrid sharding a
-        group."""
+        """How many of `ranks` share one replica of the model: all, one, or under hybrid sharding a group."""
         if self.strategy == "HYBRID_SHARD":
             replicas = self.replicate_size if self.layout == "fsdp2" else None
             return ranks // replicas if replicas else min(ranks, ranks_per_node)
@@ -192,8 +188,7 @@ class Sharding:
 
     @property
     def mesh_sizes(self) -> dict[str, int] | None:
-        """The mesh's dimensions from the outermost, by the Accelerate file's keys; None where the ranks are not divided
-        so."""
+        """The mesh's dimensions from the outermost, by the Accelerate file's keys; None without such a mesh."""
         sizes = {
             "dp_replicate_size": self.replicate_size or 1,
             "dp_shard_size": self.shard_size or 1,
@@ -273,7 +268,6 @@ def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
 
 
 def compute_dtype(sharding: Sharding, model: Model, lora: Lora) -> str:
-    """The dtype of mixed precision; without it, that of the trained parameters: adapters are float32, all others have
-    the recipe's `dtype`."""
+    """The dtype of mixed precision, or else of the trained parameters: float32 for adapters, `dtype` for others."""
     trained = "float32" if lora.use_peft else model.dtype
     return trained if sharding.mixed_precision == "no" else COMPUTE_DTYPE[sharding.mixed_precision]

@@ -1,5 +1,4 @@
-"""The section of a recipe that says what the model learns from: answers, preferences or a teacher; and what each method
-needs."""
+"""The recipe's section on what the model learns from (answers, preferences, a teacher), and what each method needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

@@ -1,5 +1,4 @@
-"""The optimizers by the names that `optim` takes: all that the package asks about one, but how it is made
-(optim/build.py)."""
+"""The optimizers that `optim` names: all that the package asks about one, but how it is made (optim/build.py)."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -140,8 +140,7 @@ def _shown(value: Any) -> str:
 
 
 def shipped_folder(name: str) -> Path:
-    """The folder `name` (`recipes` or `accelerate_configs`): the repository's own in a checkout, otherwise the copy in
-    the installed package."""
+    """The folder `name` (`recipes` or `accelerate_configs`): the checkout's own, or the installed package's."""
     package = Path(__file__).resolve().parents[1]
     installed = package / name
     return installed if installed.is_dir() else package.parent / name
@@ -325,8 +324,7 @@ def _adapter(key: str, section: str) -> TypeAdapter[Any]:
 
 
 def _located(value: str, folder: Path) -> str | None:
-    """A local path that exists, from here or from the recipe's folder; a name that may be the hub's as it is; else
-    None."""
+    """A local path that exists, from here or the recipe's folder; a possible hub name as it is; else None."""
     here = Path(value).expanduser()
     for candidate in (here, folder / value):
         if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):

@@ -181,8 +181,7 @@ class Lora:
 
     @property
     def is_fused(self) -> bool:
-        """Whether every adapter is computed with its layer (models/fused_lora.py), and all else is frozen in the
-        compute dtype."""
+        """Whether every adapter is computed with its layer (models/fused_lora.py), and the rest is frozen."""
         others = self.lora_dropout or self.use_dora or self.modules_to_save or self.lora_target_parameters
         return self.use_peft and not others
 
@@ -613,8 +612,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A whole recipe. `path` is the file it came from; `places` has each key that it or the command line set, with its
-    place."""
+    """A whole recipe. `path` is its file; `places` has the place of each key that it or the command line set."""
 
     path: str
     places: Mapping[str, str] = field(default_factory=dict)

@@ -1,5 +1,4 @@
-"""What was meant by a key or a value that is none of ours: another tool's name for it, Accelerate's, or a
-misspelling."""
+"""What was meant by an unknown key or value: another tool's name for ours, Accelerate's, or a misspelling."""
 
 import difflib
 from collections.abc import Callable, Mapping

@@ -1,5 +1,4 @@
-"""YAML with places: every `key: value` of a file with its line, numbers as YAML 1.2 has them, and no key taken
-twice."""
+"""YAML with places: every `key: value` with its line, numbers as in YAML 1.2, and no key taken twice."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping

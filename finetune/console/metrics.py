@@ -29,8 +29,7 @@ DIVERGED_LINES = 10  # lines of metrics in a row
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, passes lines to a tracker, and prints. Only rank 0 has one with a file; the others' is
-    silent."""
+    """Appends to metrics.jsonl, passes lines to trackers, and prints. On ranks other than 0 it is silent."""
 
     def __init__(self, path: Path | None, steps: int, start_step: int, trackers: Sequence[Tracker] = ()) -> None:
         self._path = path
@@ -67,8 +66,7 @@ class MetricsLog:
             self.close()
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line of metrics.jsonl. What a full disk refuses is kept, and written before the next line that finds
-        room."""
+        """One line of metrics.jsonl. What a full disk refuses is kept, and written before the next line with room."""
         if self._file is not None:
             self._append(json.dumps({key: _rounded(value) for key, value in line.items()}).encode() + b"\n")
         self._call_tracker(lambda tracker: tracker.log(line))
@@ -268,8 +266,7 @@ def remove_doubled(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def describe_missing(path: Path, last_step: int) -> str:
-    """Which steps up to `last_step` lack their training lines in the metrics.jsonl at `path`; empty where none is
-    missing.
+    """Which steps up to `last_step` lack their training lines in the metrics.jsonl at `path`; empty if none.
 
     A line is missing in a gap that is larger than the gaps on both sides of it: `logging_steps` may change in a run.
     """
@@ -315,8 +312,7 @@ def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None =
 
 
 def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> str:
-    """What diverged in a run with these (step, loss in nats per trained token); empty where the newest losses are not
-    all far above the first.
+    """What diverged in a run with these (step, loss in nats per token); empty if no newest loss is far above the first.
 
     The newest are the last DIVERGED_LINES; of a shorter run that is over (`at_end`) its last half, at least two. A loss
     that is not finite is far above.

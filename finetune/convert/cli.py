@@ -81,8 +81,7 @@ def _write(path: Path, text: str, overwrite: bool) -> None:
 
 
 def is_ours(theirs: Mapping[str, Any], source: Path) -> bool:
-    """Whether all keys are ours and either one of them is known to no other tool or the whole file reads as a
-    recipe."""
+    """Whether all keys are ours, and one of them is ours alone or the whole file reads as a recipe."""
     mixtures = [theirs.get(key) for key in NESTED if key in theirs]
     entries = [entry for mixture in mixtures if isinstance(mixture, list) for entry in mixture]
     named = {key for entry in entries if isinstance(entry, dict) for key in entry}
@@ -109,8 +108,7 @@ def as_text(source: Path, found: Conversion) -> str:
 
 
 def read_back(recipe: Mapping[str, Any]) -> list[str]:
-    """What our reader says of a converted recipe; a local path that is missing here may be there where it is
-    trained."""
+    """What our reader says of a converted recipe. A local path that is missing here may exist where it is trained."""
     values = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]
     return [line.replace(COMMAND_LINE, "the recipe") for line in _problems(None, values)]
 

@@ -87,8 +87,7 @@ def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
 
 
 def convert_file(source: Path) -> Conversion:
-    """The recipe made from the file `source`. Raises `UserError`; a `Refusal` where its method or model is not
-    supported."""
+    """The recipe made from `source`. Raises `UserError`, a `Refusal` if its method or model is not supported."""
     tool, theirs, text = load_theirs(source)
     refuse_other_methods(tool, theirs, source)
     found, method = Conversion(tool, images=find_images(tool, theirs)[1]), find_method(tool, theirs, source)
@@ -130,8 +129,7 @@ def _walk(theirs: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: s
 
 
 def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: Conversion) -> None:
-    """Adds their `key: value` to the recipe, the differences or the ignored keys of `found`; `known` is the tool's
-    table.
+    """Adds their `key: value` to what was `found`: to the recipe, the differences or the ignored keys.
 
     >>> found, known = Conversion("Axolotl"), {pair.theirs: pair for pair in TOOLS["Axolotl"]}
     >>> for key, value in {"sequence_len": 4096, "relora_steps": 5, "cut_cross_entropy": True}.items():
@@ -167,8 +165,7 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: 
 
 
 def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
-    """Sets our key of `pair`; a value that has no equivalent is reported instead (`lr_scheduler: rex` is a
-    difference)."""
+    """Sets our key of `pair`. A value without equivalent is reported instead (`lr_scheduler: rex`)."""
     ours = convert_value(pair, value, found.recipe)
     if ours is LEAVE:
         return

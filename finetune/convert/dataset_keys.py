@@ -226,8 +226,7 @@ def make_sources(paths: Iterable[Any], **keys: Any) -> Sources:
 
 
 def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
-    """An entry of ours with the first `limit` rows of its split; all where that is None, or the split is a slice
-    already."""
+    """An entry with the first `limit` rows of its split; all if that is None or the split is a slice already."""
     split = str(entry.get("split") or "train")
     if not isinstance(limit, int) or isinstance(limit, bool) or "[" in split:
         return entry

@@ -69,8 +69,7 @@ def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
 
 
 def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """Tokens by Axolotl's, LLaMA-Factory's and TRL's keys; padding, which is not trained on, only where no adapters
-    are."""
+    """Tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without adapters."""
     section = read_section(theirs, "special_tokens")
     special = {name: section.get(name) for name in TOKEN_NAMES}
     special |= {"eos_token": theirs["eos_token"]} if found.tool == "TRL" and "eos_token" in theirs else {}

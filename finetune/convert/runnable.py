@@ -1,5 +1,4 @@
-"""What converts must run: a recipe is judged by the rules of a run, for the model's family, and written as what would
-run."""
+"""What converts must run: the recipe is judged by the rules of a run, and changed to what would run."""
 
 import json
 import re
@@ -48,8 +47,7 @@ NO_LAYER = "no such layer in this family: nothing is adapted by that name there 
 
 
 def make_runnable(found: Conversion) -> None:
-    """Changes in the recipe what no run of it would take, with a line for each change; what no change resolves is left
-    to do."""
+    """Changes what no run of the recipe would take, a line for each; what nothing resolves is left to do."""
     facts = find_facts(found.recipe)
     if facts is not None and found.images:
         facts = replace(facts, vision=True)
@@ -79,8 +77,7 @@ def make_runnable(found: Conversion) -> None:
 
 
 def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
-    """The facts of a recipe's model: by its config.json where that is at hand, else what its name says of its
-    family."""
+    """The facts of a recipe's model, from its config.json if at hand, else from what its name says."""
     name = str(recipe.get("model_name_or_path"))
     path = Path(name).expanduser() / "config.json"
     try:
@@ -155,8 +152,7 @@ def _say(problem: Problem, found: Conversion) -> str:
 
 
 def _rename_targets(found: Conversion, facts: ModelFacts) -> None:
-    """Layers that get adapters by the family's names for them. A name that it does not have adapts nothing in the other
-    tools."""
+    """The family's names for the adapted layers. A name that it does not have adapts nothing in the other tools."""
     targets = found.recipe.get("lora_target_modules")
     layers = find_linear_layers(facts.model_type).difference(ABSENT.get(facts.model_type, ()))
     if targets == "all-linear" and (left_out := facts.family.unadaptable):
@@ -210,16 +206,14 @@ class Layout:
 
     @property
     def file(self) -> str | None:
-        """A shipped Accelerate file; None where leaving accelerate_config out is the same (one process or DDP in
-        fp32)."""
+        """A shipped Accelerate file; None if a run without accelerate_config is the same (fp32, DDP or one process)."""
         if self.sharding == "none":
             return None if self.precision == "no" else "ddp_checkpointing" if self.checkpointing else "ddp"
         return FILES[self.sharding]
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What their file asks for beside the shipped file, by Accelerate's keys; empty where the shipped one does
-        it."""
+        """What their file asks for beside the shipped file, by Accelerate's keys; empty if nothing."""
         if self.file is None:
             return {}
         precision: dict[str, Any] = {} if self.precision == "bf16" else {"mixed_precision": self.precision}
@@ -255,8 +249,7 @@ def write_accelerate(layout: Layout) -> str | None:
 
 
 def read_layout(tool: Tool, theirs: Mapping[str, Any], text: str) -> Layout:
-    """The layout of their file; `text` is the file with its comments, where torchtune names the recipe that it is
-    for."""
+    """The layout of their file; `text` is the file with its comments, in which torchtune names the recipe."""
     if tool == "torchtune":
         layout = _torchtune(theirs, text)
     else:
@@ -268,8 +261,7 @@ def read_layout(tool: Tool, theirs: Mapping[str, Any], text: str) -> Layout:
 
 
 def _fp8(theirs: Mapping[str, Any]) -> str:
-    """torchao's recipe, one scale for each tensor where they do not name another; empty where they multiply in their
-    compute dtype."""
+    """torchao's FP8 recipe, by default one scale for each tensor; empty if they multiply in their compute dtype."""
     section = read_section(theirs, "fp8")
     asks = section.get("enabled", bool(section)) if section else theirs.get("fp8") or theirs.get("enable_fp8_training")
     return str(section.get("recipe_name") or theirs.get("fp8_recipe_name") or "tensorwise") if asks else ""

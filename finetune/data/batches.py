@@ -315,8 +315,7 @@ class StoredBatches:
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
     def fill(self, steps: int = 256) -> float:
-        """How full the rows of the first `steps` steps are: of `row_tokens` where packed, else of their longest
-        document."""
+        """How full the rows of the first `steps` steps are: of `row_tokens` if packed, else of their longest one."""
         tokens = rows = padded = 0
         for step in range(min(steps, self.steps_per_epoch)):
             of_step = self.rows_of(step)
@@ -335,8 +334,7 @@ class StoredBatches:
         return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
 
     def step_batch(self, step: int) -> StepBatch:
-        """This rank's share of optimizer step `step`: rows rank, rank + size, ... of the step's rows, or its part of
-        their tokens."""
+        """This rank's share of step `step`: its rows rank, rank + size, ..., or its part of their tokens."""
         rows = self.rows_of(step)
         ids = np.concatenate(rows)
         lengths = self.examples.lengths[ids].astype(np.int64)
@@ -363,8 +361,7 @@ class StoredBatches:
         )
 
     def _micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
-        """The example ids of each micro-batch of a rank; as many micro-batches on every rank, the last ones perhaps
-        empty."""
+        """The example ids of each micro-batch of a rank; as many on every rank, of which the last may be empty."""
         size = self.per_device_batch_size
         count = ceil(ceil(len(rows) / self.world.size) / size)
         mine = rows[rank :: self.world.size]

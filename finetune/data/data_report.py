@@ -1,5 +1,4 @@
-"""The reports behind data_report.json: the rows and tokens of each source, what is lost to max_length, and all
-findings."""
+"""The reports behind data_report.json: rows and tokens of each source, losses to max_length, and findings."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -185,8 +184,7 @@ def make_report(
 
 @dataclass(slots=True)
 class StreamReport:
-    """The report of a stream, of what has been read so far. A row that comes again, its source having ended, is counted
-    again."""
+    """The report of a stream so far. A row that is read again, its source having ended, counts again."""
 
     max_length: int
     eval_sources: tuple[SourceReport, ...] = ()

@@ -86,8 +86,7 @@ class Examples:
         return values
 
     def answers(self) -> "Examples":
-        """What is worth imitating, each by itself: every example, the chosen sides of pairs, or the answers rated
-        good."""
+        """What is worth imitating, each alone: every example, the chosen sides of pairs, or answers rated good."""
         if self.group_size == 1:
             return self
         return replace(self.take(np.flatnonzero(self.find_ratings() >= 0) * self.group_size), group_size=1)

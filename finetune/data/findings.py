@@ -231,8 +231,7 @@ CHECKS: dict[str, Check] = {
 
 @dataclass(slots=True)
 class Tally:
-    """How many rows each check was found in, and the first of them. Grows row by row; stored with the tokens as
-    JSON."""
+    """How many rows each check was found in, and the first of them. Stored with the tokens as JSON."""
 
     rows: dict[str, int] = field(default_factory=dict)
     where: dict[str, list[str]] = field(default_factory=dict)

@@ -47,8 +47,7 @@ VARIABLES = "chat_template_kwargs"  # the column of what a row's chat template r
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that a chat template renders. Read from messages, sharegpt and alpaca rows, and conversational
-    prompts."""
+    """Messages that a chat template renders, from messages, sharegpt and alpaca rows, and conversational prompts."""
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]  # [messages]; false for all but the assistant's
@@ -99,8 +98,7 @@ Document = Conversation | Completion | Text | TokenRow | Question
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Documents that no batch takes apart: an answer; chosen and rejected; a rated answer and the same prompt with
-    another's."""
+    """Documents of one batch: an answer; chosen and rejected; or a rated answer and one of another prompt."""
 
     documents: tuple[Document, ...]
     rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
@@ -210,8 +208,7 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
 
 
 def recognize_format(row: Row, source: DatasetSource) -> str:
-    """The format of a row, from the columns that the source names, then from those that the row has. Raises
-    `BadRow`."""
+    """The format of a row, from the columns that the source names, else those of the row. Raises `BadRow`."""
     present = {column for column, value in row.items() if value is not None}
     is_sharegpt = bool(present.intersection(CONVERSATION_COLUMNS[1:]))
     completes_sharegpt = is_sharegpt and "prompt" not in present
@@ -303,8 +300,7 @@ def _parse_alpaca(columns: Columns, source: DatasetSource) -> Document:
 
 
 def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
-    """The turns before the answer of an Alpaca row: earlier ones, then its instruction and input as the user's. Raises
-    `BadRow`."""
+    """The turns before an Alpaca row's answer: earlier ones, then instruction and input. Raises `BadRow`."""
     instruction = columns.take_text(source.prompt_column or "instruction")
     extra = columns.take_text("input") if columns.row.get("input") is not None else ""
     if source.alpaca_prompt:

@@ -47,8 +47,7 @@ STYLES = {"prompt": UNTRAINED[0], "other": "\033[31m", "trained": TRAINED[0], "u
 
 
 def inspect_command(options: argparse.Namespace) -> int:
-    """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop the training, else
-    0."""
+    """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop training, else 0."""
     recipe = _build_recipe(options)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     train, report = preview_data(recipe, tokenizer, alone())

@@ -13,8 +13,7 @@ MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a whole corpus t
 
 
 class RepeatedKeys(dict[str, Any]):
-    """A row in which two keys have the same name, in itself or in an object in it: only the last one's value is
-    kept."""
+    """A row in which, at any depth, two keys have the same name: only the last one's value is kept."""
 
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is that of `units.name_place`
@@ -122,8 +121,7 @@ class _Text:
             return value
 
     def grow(self, number: int) -> bool:
-        """Reads more of the row that begins at `at`; False at the end. Raises `UserError` for a row too long to
-        hold."""
+        """Reads more of the row that begins at `at`; False at the end. Raises `UserError` if it is too long."""
         if len(self.buffer) - self.at > MAX_ROW_BYTES:
             raise UserError(
                 f"{self._path}, row {number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged so that it "
@@ -172,8 +170,7 @@ LIST = object()  # the beginning of a list, or of another value
 
 
 def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
-    """(key, LIST) for each key of one object, and (key, value) for each value of its list. Raises `ValueError` for
-    anything else."""
+    """(key, LIST) for each key of one object, and (key, value) for its list's values. Raises `ValueError`."""
     decoder = RowDecoder()
     text.peek()
     text.take("{")

@@ -109,8 +109,7 @@ def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Example
 def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
     """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of rows.
 
-    All that comes of a row stays on one side: stretches of a document, groups, repetitions. Raises `UserError` where a
-    side would be empty.
+    All that comes of a row (stretches, groups, repetitions) stays on one side. Raises `UserError` if one is empty.
     """
     rows, of = np.unique(_number(examples.store, examples.look_up(_number_rows)), return_inverse=True)
     total = len(rows)

@@ -187,8 +187,7 @@ def _check_prompt(columns: Columns, chosen: Side, prompt: str | list[Any] | None
 
 
 def _lacks_prompt(columns: Columns, shared: str) -> bool:
-    """Whether a column that nothing was read from may hold the prompt, rather than `shared`, the text that both answers
-    begin with."""
+    """Whether an unread column may hold the prompt, rather than `shared`, with which both answers begin."""
     for name in columns.unused:
         value = columns.row[name]
         is_conversation = isinstance(value, list) and isinstance(value[0], dict)
@@ -321,8 +320,7 @@ def have_same_prompt(first: Document, second: Document) -> bool:
 
 
 def find_mismatched(documents: Sequence[Document], earlier: Document | None) -> list[Document | None]:
-    """For each of `documents` the next one, in a circle, that answers another prompt; else `earlier`, a document read
-    before.
+    """For each of `documents` the next, in a circle, with another prompt; else `earlier`, which was read before.
 
     None where there is none.
     """

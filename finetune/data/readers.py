@@ -1,5 +1,4 @@
-"""Local files as rows. A damaged row is a `BadRow` in its place; a damaged file is a `UserError`, since rows would be
-lost.
+"""Local files as rows. A damaged row is a `BadRow` in its place; a damaged file is a `UserError`.
 
 JSON, CSV and text are read here, not through the `datasets` library: it unifies the columns of all rows (a key that one
 message has is null in every other, "007" becomes 7), and names neither the file nor the row of what it cannot read.
@@ -66,8 +65,7 @@ def file_kind(path: str) -> str | None:
 
 
 def read_file(path: str) -> Iterator[NumberedRow]:
-    """The rows of one file, each with its number (see `units.name_place`). Raises `UserError` where the file cannot be
-    read to its end."""
+    """The rows of one file, each with its number (see `units.name_place`). Raises `UserError` if it breaks off."""
     match file_kind(path):
         case "json":
             return _read_json(path)
@@ -254,8 +252,7 @@ def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
-    """A few rows at a time: one value of a dictionary can stand in every row, and only then takes its memory each
-    time."""
+    """A few rows at a time: a dictionary's value can stand in every row, and takes its memory each time."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:

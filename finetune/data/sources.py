@@ -52,8 +52,7 @@ def read_rows(source: DatasetSource, *, streaming: bool = False, batch_rows: int
 
 
 def draw_rows(source: DatasetSource, seed: int) -> tuple[Iterator[RowBatch], int | None]:
-    """(`max_samples` of a source's rows in their order, the number of all its rows); all rows, and None, where it is
-    null.
+    """(`max_samples` of a source's rows in their order, the number of all its rows); all rows, and None, without it.
 
     They are the first of a permutation that the seed decides. All rows are read once to count them, not tokenized.
     Raises `UserError` where nothing is at its path, or a file cannot be read.
@@ -73,8 +72,7 @@ def _select_rows(source: DatasetSource, drawn: Collection[int]) -> Iterator[RowB
 
 
 def _open_rows(source: DatasetSource, streaming: bool = False) -> Iterator[tuple[str, Iterator[NumberedRow]]]:
-    """(file, its numbered rows) for every stretch that `split` names; the hub's or the function's name in place of a
-    file."""
+    """(file, its numbered rows) for every stretch that `split` names; the hub's or function's name as file."""
     if source.function is not None:
         yield source.function, enumerate(map(remove_none_values, user_code.read_rows(source.function)), 1)
         return
@@ -87,8 +85,7 @@ def _open_rows(source: DatasetSource, streaming: bool = False) -> Iterator[tuple
 
 
 def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
-    """split -> files, for a local file, glob or folder; None for a hub name. Raises `UserError` where nothing is
-    there."""
+    """split -> files, for a local file, glob or folder; None for a hub name. Raises `UserError` if nothing is there."""
     if not path.strip():
         raise UserError("the path of the data is empty; name a file, a glob, a folder or a hub name")
     with convert_os_errors(path):  # one of its parent folders may be unreadable
@@ -111,8 +108,7 @@ def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
 
 
 def list_files(source: DatasetSource) -> tuple[str, ...]:
-    """The local files that a source's split names; empty for a hub name. Of a function its file, but not what that
-    reads."""
+    """The local files of a source's split; none for a hub name. Of a function its file, not what that reads."""
     if source.function is not None:
         return (str(user_code.file_of(source.function)),)
     splits = find_splits(source.path)
@@ -220,8 +216,7 @@ def hash_file(file: str) -> str:
 
 
 def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
-    """A hash of what the sources' files hold: all of it up to FINGERPRINT_BYTES, else samples that are spread evenly
-    over it.
+    """A hash of the sources' files: of all up to FINGERPRINT_BYTES, else of samples spread evenly.
 
     Not of every byte, since a stream may be terabytes, which would be read before the first step: rows that change
     places between two samples are not noticed. None where a source is of the hub. Names and times do not count: a copy
@@ -259,8 +254,7 @@ def interleave_sources(
 ) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
     """(source, some of its rows, full passes over every source so far), endlessly.
 
-    Which source comes next is drawn by weight; one that ends is read again from its start. The first `skip` draws are
-    skipped.
+    The next source is drawn by weight; one that ends is read again. The first `skip` draws are skipped.
     """
     random = make_generator(seed, "interleave")
     weights = [source.weight / sum(source.weight for source in sources) for source in sources]

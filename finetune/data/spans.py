@@ -116,8 +116,7 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
 def _probe_turns(
     text: str, messages: list[Message], between: list[str], contents: list[Span], renderer: Renderer
 ) -> tuple[Span, ...] | None:
-    """`_Layout.around`; None if inference does not see each turn as it is in `text`. The first and the last turn of
-    each kind are asked for."""
+    """`_Layout.around`; None if inference sees a turn otherwise than `text`. First and last of each kind count."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, message in enumerate(messages):
         if message["role"] == "assistant":

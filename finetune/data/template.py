@@ -136,8 +136,7 @@ def _match_any(words: set[str]) -> str:
 def _fix_date(compiled: jinja2.Template, date: str | None) -> None:
     """Makes the template write `date` as today's, in place of transformers' own function.
 
-    As a global of this template, which transformers compiles once in a process: functions among a template's variables
-    are replaced by their names.
+    As a global of the compiled template: functions among a template's variables are replaced by their names.
     """
     if date is None:
         compiled.globals.pop(ASKS_FOR_DATE, None)
@@ -192,8 +191,7 @@ def apply_template(
 
 
 def apply_marked_template(renderer: Renderer, messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
-    """(text, what stands between its {% generation %} markers). Raises `BadRow` if the template rejects the
-    messages."""
+    """(text, what stands between {% generation %} markers). Raises `BadRow` if the template rejects it."""
     return _render(renderer, messages, tools, return_assistant_tokens_mask=True)
 
 

@@ -1,5 +1,4 @@
-"""Chat templates compiled with a budget: transformers' own sandbox keeps them from the machine, not from its time and
-memory.
+"""Chat templates compiled with a budget: transformers' sandbox does not guard the machine's time and memory.
 
 A template comes with a model, from anywhere. `{{ "a" * 10**10 }}`, a text doubled in a loop or a few nested loops would
 take all memory, or run forever. Here every operation whose cost grows with its values says what it will cost before it
@@ -138,8 +137,7 @@ COMPARING = ("in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", 
 
 
 class _Charges(NodeTransformer):
-    """Puts filters that charge for their value where a template compares, joins, slices or takes the elements of
-    one."""
+    """Puts filters that charge for a value where a template compares, joins, slices or iterates."""
 
     def visit(self, node: nodes.Node, *_: Any, **__: Any) -> Any:
         self.generic_visit(node)

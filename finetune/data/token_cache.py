@@ -155,8 +155,7 @@ def publish_store(folder: Path, tokens: Callable[[SourceStats], Iterator[Tokens]
 
 
 def wait_for_store(folder: Path, canceled: Event | None = None) -> None:
-    """Waits until local rank 0 of this node has written the folder, or has noted why it cannot, or `canceled` is
-    set."""
+    """Waits until local rank 0 of this node has written the folder or noted its failure, or `canceled` is set."""
     failure, started = _failure_file(folder), psutil.Process().create_time()
     while not folder.exists():
         if failure.exists() and failure.stat().st_mtime >= started:

@@ -234,8 +234,7 @@ def _without_tokenizer_threads() -> Iterator[None]:
 def _render_batch(
     batch: RowBatch, source: DatasetSource, data: Data, renderer: Renderer, stats: SourceStats, reader: GroupReader
 ) -> tuple[list[RenderedText], Places]:
-    """(documents, their places) of the rows that can be used. Raises `UserError` for the others if `on_bad_row` is
-    error."""
+    """(documents, their places) of the usable rows. Raises `UserError` for others if `on_bad_row` is error."""
     if batch.file not in stats.files:
         stats.files.append(batch.file)
     file = stats.files.index(batch.file)

@@ -62,8 +62,7 @@ USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")  # 
 
 
 def load_tokenizer(model: Model, data: Data) -> Any:
-    """The fast tokenizer that `tokenizer_name_or_path` or the model names, with the recipe's tokens and
-    `chat_template`.
+    """The fast tokenizer of `tokenizer_name_or_path` or the model, with the recipe's tokens and template.
 
     Raises `UserError` if there is none, none with a fast (Rust) implementation, or if the tokens do not fit it.
     """
@@ -77,8 +76,7 @@ def load_tokenizer(model: Model, data: Data) -> Any:
 
 
 def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
-    """What the tokens of `tokenizer`, which `load_tokenizer` returned, ask of the model; None where the recipe names
-    none."""
+    """What the tokens of `tokenizer` ask of the model; None where the recipe names none."""
     special = model.special_tokens or {}
     if not (model.added_tokens or special):
         return None
@@ -115,8 +113,7 @@ def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
 
 
 def _add_tokens(tokenizer: Any, model: Model) -> None:
-    """Adds `added_tokens` and `special_tokens`, and makes `eot_tokens` special. Raises `UserError` where they cannot
-    be."""
+    """Adds `added_tokens` and `special_tokens`, and makes `eot_tokens` special. Raises `UserError`."""
     from tokenizers import AddedToken
 
     special = model.special_tokens or {}
@@ -220,8 +217,7 @@ def end_of_answer_ids(tokenizer: Any, eot_tokens: tuple[str, ...] = ()) -> list[
 
 
 def find_stop_tokens(tokenizer: Any) -> list[str]:
-    """The tokens at which generation stops: the end of text, the known names of an end of turn, and what
-    `load_tokenizer` found."""
+    """The tokens that end generation: end of text, known ends of a turn, and what `load_tokenizer` found."""
     known = tokenizer.get_vocab()
     stops = {tokenizer.eos_token, *USUAL_STOP_TOKENS, *getattr(tokenizer, "stop_tokens", ())}
     return sorted(token for token in stops if token in known)

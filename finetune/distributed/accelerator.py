@@ -29,8 +29,7 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
 
 
 def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> ProcessGroup | None:
-    """The ranks that divide a row's tokens with this one; None where a rank has whole rows. All `ranks` call it
-    together."""
+    """The ranks that share a row's tokens with this one; None if it has whole rows. All `ranks` call it."""
     sequences = sharding.sequence_parallel_size
     if sequences == 1:
         return None

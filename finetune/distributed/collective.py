@@ -52,8 +52,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks and the process group over which they agree; a thread beside the training loop needs a group of its
-    own."""
+    """The ranks that agree, over a process group. A thread beside the training loop needs its own group."""
 
     world: "World"
     group: dist.ProcessGroup | None = None  # None: the default group

@@ -77,8 +77,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def divide_matrices(model: Any, world: World) -> None:
     """Shards the matrices of `model` over each tensor-parallel group. The model is on meta and may have adapters.
 
-    Call it before FSDP shards the model. Raises `UserError` where transformers has no plan for the model that is
-    understood here.
+    Call it before FSDP shards the model. Raises `UserError` if transformers' plan for the model is not understood.
     """
     if not world.sharding.divides_matrices:
         return
@@ -133,8 +132,7 @@ class _VocabularyParallel(RowwiseParallel):
 
 
 def _torch_styles(model: Any, styles: dict[str, str]) -> dict[str, ParallelStyle]:
-    """torch's style for each divided module: of an adapted layer, for the base and for one of its adapter's two
-    matrices."""
+    """torch's style for each sharded module; of an adapted layer, for the base and one of its adapter's matrices."""
     found = {}
     for name, style in styles.items():
         if style not in STYLES:

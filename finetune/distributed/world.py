@@ -117,8 +117,7 @@ class World:
 
     @property
     def data_parallel(self) -> DataParallelRank:
-        """This rank among those that train on rows of their own; ranks of one sequence or tensor group are one of
-        them."""
+        """This rank among those with rows of their own; the ranks of a sequence or tensor group count as one."""
         shared, sequence = self.sharding.ranks_per_batch, self.sharding.sequence_parallel_size
         part = self.tensor_group_index % sequence
         return DataParallelRank(self.rank // shared, self.size // shared, self.local_rank, self.device, part, sequence)
@@ -130,14 +129,12 @@ class World:
 
     @property
     def tensor_group_index(self) -> int:
-        """The tensor parallel group of this rank among `tensor_group_count`: its ranks compute the same activations and
-        losses."""
+        """This rank's tensor-parallel group among `tensor_group_count`: its ranks compute the same losses."""
         return self.sharding.tensor_group_of(self.rank)
 
     @property
     def tensor_group_count(self) -> int:
-        """How many tensor parallel groups there are; without tensor parallelism every rank is one. Over them gradients
-        are averaged."""
+        """The number of tensor-parallel groups, over which gradients are averaged; without them, of ranks."""
         return self.sharding.tensor_group_of(self.size)
 
     @property
@@ -280,8 +277,7 @@ def _end_with_launcher() -> None:
 
 
 def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> MachineFacts:
-    """This rank's machine, for the rules; before it joins the others. `with_liger`: ask Liger too, whose import takes
-    seconds."""
+    """This rank's machine, for the rules, before it joins the others. `with_liger`: import Liger, which is slow."""
     device, families = _device(sharding), None
     if device.type == "cpu":
         return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
@@ -350,7 +346,6 @@ def _join_process_group(device: torch.device, timeout: timedelta) -> None:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Sets the timeout of every process group of this rank: a device mesh creates groups with torch's default of 30
-    minutes."""
+    """Sets the timeout of every process group of this rank: those of a device mesh have torch's 30 minutes."""
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -85,8 +85,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> dict[str, object]:
-    """The `size` and checksum of a file, as `write_file` returned them. Calls `advance` with each count of bytes
-    read."""
+    """The `size` and checksum of a file, as `write_file` returns them. Calls `advance` with the bytes read."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -205,8 +204,7 @@ def paths_beside(target: Path) -> tuple[Path, Path]:
 def restore_folder(target: Path) -> None:
     """Restores the folder at `target` where a process was killed while it replaced it, between two renames.
 
-    Every command that may meet an export calls this. Does nothing while another process writes there, or where nothing
-    can be written.
+    Every command that may meet an export calls this. It does nothing while another process writes there.
     """
     staging, replaced = paths_beside(target)
     if target.exists() or not replaced.is_dir():

@@ -45,8 +45,7 @@ def download_file(repository: str, name: str, revision: str | None = None) -> Pa
 
 
 def download_folder(repository: str, patterns: list[str], what: str, revision: str | None = None) -> Path:
-    """The local folder with those files of a hub repository that match `patterns`, downloaded unless they are in the
-    cache.
+    """The local folder with a hub repository's files that match `patterns`, downloaded unless cached.
 
     Raises `UserError`, which calls them `what`, where they cannot be downloaded.
     """
@@ -60,8 +59,7 @@ def download_folder(repository: str, patterns: list[str], what: str, revision: s
 
 
 def find_local_folder(name: str, revision: str | None = None) -> Path | None:
-    """A model's folder without using the network: a local one, or its snapshot in the hub's cache; None if there is
-    neither."""
+    """A model's folder without using the network: local, or in the hub's cache; None if there is neither."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import try_to_load_from_cache

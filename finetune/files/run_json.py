@@ -24,8 +24,7 @@ DAMAGED = "the file is damaged, copy or download it again"
 
 
 def read_bounded(path: Path) -> bytes:
-    """The bytes of a plain file. Raises `OSError`, also for a larger file and for what is none: a pipe would never
-    end."""
+    """The bytes of a plain file. Raises `OSError` for others, such as a pipe, and for a larger one."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > LIMIT_BYTES:
             raise OSError(errno.EFBIG, f"more than {LIMIT_BYTES:,} bytes")
@@ -61,8 +60,7 @@ def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED)
 
 
 def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """(the header of a safetensors file, where its values begin, the file's size), both in bytes. Raises `UserError`
-    where it has none."""
+    """(the header of a safetensors file, where its values begin, the file's size), in bytes. Raises `UserError`."""
     try:
         file = open_plain(path)
     except OSError as error:

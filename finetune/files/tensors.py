@@ -258,8 +258,7 @@ def main_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
 def choose_dtype(given: str | None, base: Path | None, *others: torch.dtype | None) -> torch.dtype:
     """The dtype of an export: the one `given`, else that of the base model's files, else the first known of `others`.
 
-    One that exports do not have (float64, float8) becomes bfloat16. Raises `UserError` for a config.json that is no
-    JSON object.
+    float64 and float8, which exports do not have, become bfloat16. Raises `UserError` for a bad config.json.
     """
     if given is not None:
         return getattr(torch, given)  # type: ignore[no-any-return]
@@ -328,8 +327,7 @@ def header_bytes(
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> the name of its file, as a Hugging Face index says. Raises `UserError` for a file that is not in its
-    folder."""
+    """Tensor -> its file, by a Hugging Face index. Raises `UserError` for a file outside its folder."""
     weight_map = load_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: weight_map: a mapping of tensors to files is expected")

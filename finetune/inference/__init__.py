@@ -1,2 +1,1 @@
-"""A trained model in use: a conversation in the terminal, answers for scripts, benchmarks by lm-eval, each beside its
-base."""
+"""A trained model in use: chat in the terminal, answers for scripts, benchmarks by lm-eval, each beside its base."""

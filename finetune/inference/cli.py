@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 
 def chat_command(options: argparse.Namespace) -> int:
-    """Answers prompts, or talks in the terminal where there are none. Returns 0, or 130 where Ctrl-C ended the
-    answers."""
+    """Answers prompts, or talks in the terminal if there are none. Returns 0, or 130 if Ctrl-C ended it."""
     _check_numbers(options)
     reference = find_model(options.source)
     other = _find_other(options, reference)
@@ -60,8 +59,7 @@ def chat_command(options: argparse.Namespace) -> int:
 
 
 def evaluate_command(options: argparse.Namespace) -> int:
-    """Measures the model, and its base beside it, on lm-eval's tasks; prints the results and keeps them in the run.
-    Returns 0."""
+    """Measures the model and its base on lm-eval's tasks; prints and keeps the results. Returns 0."""
     tasks = tuple(filter(None, (task.strip() for task in options.tasks.split(","))))
     if not tasks:
         raise UserError("--tasks: names of lm-eval's tasks are expected, with commas between, such as gsm8k,mmlu")
@@ -140,8 +138,7 @@ def _check_output(path: Path) -> None:
 
 
 def keep_results(results: Sequence[BenchmarkResult], reference: ModelReference, output: str | None) -> Iterator[Path]:
-    """Writes the results to the run's benchmarks.json, to `output` and into the cards of its exports; yields what was
-    written.
+    """Writes the results to benchmarks.json, `output` and the exports' cards; yields what was written.
 
     Raises `UserError` where a file cannot be written.
     """
@@ -263,8 +260,7 @@ def _load_speakers(
 def _answer_all(
     speakers: "Sequence[Speaker]", prompts: Sequence[Conversation], sampling: "AnswerOptions", *, as_json: bool
 ) -> int:
-    """Prints the answers to every prompt: alone where there is one of each, else under the prompt and the model's
-    label."""
+    """Prints the answers to every prompt, under labels unless there is one prompt and one model."""
     from finetune.inference.answers import answer
     from finetune.inference.conversation import write_piece
 

@@ -1,5 +1,4 @@
-"""Which model a run's folder, a checkpoint, an adapter, a Hugging Face folder or a hub name stands for. Imports no
-torch."""
+"""Which model a run, a checkpoint, an adapter, a folder or a hub name stands for. Imports no torch."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace

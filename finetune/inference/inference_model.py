@@ -1,5 +1,4 @@
-"""A model loaded for generation by transformers: a Hugging Face folder, an adapter on its base, or a checkpoint's
-weights."""
+"""A model loaded for generation by transformers: a folder, an adapter on its base, or a checkpoint's weights."""
 
 import sys
 import warnings
@@ -229,8 +228,7 @@ def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) ->
 
 
 def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
-    """The whole model in a checkpoint, in memory as its export would be; `folder` gets all of the export but the
-    weights."""
+    """A checkpoint's whole model in memory, as its export would be; `folder` gets all but the weights."""
     from transformers import AutoConfig, GenerationConfig
 
     target = describe_target(source.description, trust_remote_code=options.trust_remote_code)

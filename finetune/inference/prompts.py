@@ -1,5 +1,4 @@
-"""Prompts for a model: from the command line, a pipe, or the rows of a file; each a conversation that waits for an
-answer. Imports no torch."""
+"""Prompts from the command line, a pipe, or a file's rows, each a conversation that waits. Imports no torch."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -82,8 +81,7 @@ def read_piped_prompt() -> str:
 def read_prompts(path: str, system: str | None) -> Iterator[Conversation]:
     """The prompts in a file: a row each of JSON, CSV, Parquet or Arrow, a line each of text.
 
-    Of a row with messages, those before its last answer, with its tools and chat_template_kwargs; else the first of its
-    usual columns.
+    Of a row with messages, those before its last answer; else the first of its usual columns.
 
     Raises `UserError` where a row has none.
     """
@@ -113,8 +111,7 @@ def _read_row(row: dict[str, Any], system: str | None, folder: Path) -> Conversa
 
 
 def _before_answer(row: dict[str, Any], turns: list[Any], system: str | None, folder: Path) -> Conversation:
-    """The conversation up to the last turn that the assistant does not say, with its images, whose paths are of
-    `folder`."""
+    """The conversation up to the last turn not said by the assistant. Images' paths are of `folder`."""
     answer = {"role": "assistant", "content": ""}
     conversation = make_conversation(Columns(row), [*turns, answer] if _is_open(turns) else turns)
     messages = list(conversation.messages)

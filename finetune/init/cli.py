@@ -58,8 +58,7 @@ def ask(question: str, default: str) -> str:
 
 
 def require(given: str | None, flag: str, question: str, default: str = "", *, read: Callable[[str], T]) -> T:
-    """What `read` makes of `given`, else of the answer to `question`, which is asked again where `read` raises
-    `UserError`.
+    """What `read` makes of `given`, or of the answer to `question`, asked again until it reads.
 
     Raises `UserError`: that of `read` for what the flag gave, or naming `flag` where nobody can be asked.
     """

@@ -1,5 +1,4 @@
-"""What a first recipe needs to know of a data set: its format, the columns to name, its rows and their length. No
-torch."""
+"""What a first recipe needs to know of a data set: format, columns, rows and their length. No torch."""
 
 import json
 import re
@@ -60,8 +59,7 @@ class DataSummary:
 def summarize_data(
     source: DatasetSource, model: str, *, has_template: bool, ask: Ask | None, kind: RowKind | None = None
 ) -> DataSummary:
-    """Reads the first rows of `source` and finds the columns to name; where `model` is a folder, its tokenizer counts
-    their tokens.
+    """Reads the first rows of `source` and finds its columns; a tokenizer in `model` counts their tokens.
 
     `has_template`: the model has a chat template, through which questions and answers then go. `ask`: asks a person
     which column is which, where their names do not show it. `kind`: what the method reads; None: what the first row

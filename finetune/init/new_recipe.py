@@ -98,8 +98,7 @@ def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Tra
 
 
 def _choose_batch(packed_rows: float, hardware: Hardware) -> Keys:
-    """The rows in a step: so few that an epoch has some steps, and a multiple of the ranks, so that none gets a filler
-    row."""
+    """The rows in a step: an epoch has some steps, and no rank gets a filler row."""
     size = min(GLOBAL_BATCH_SIZE, max(1, int(packed_rows) // STEPS_AN_EPOCH))
     return {"global_batch_size": -(-size // hardware.ranks) * hardware.ranks, "per_device_train_batch_size": 1}
 

@@ -1,2 +1,1 @@
-"""Models: built on the meta device, adapted, sharded over the ranks, and filled with each rank's slices of the
-weights."""
+"""Models: built on the meta device, adapted, sharded over the ranks, filled with each rank's slices."""

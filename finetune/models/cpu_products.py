@@ -62,8 +62,7 @@ def describe_products() -> list[str]:
 
 
 def _make_kernel(name: str, compute: Callable[..., Any], slow: Collection[torch.dtype]) -> Callable[..., Any]:
-    """A kernel that calls `compute` for a slow dtype, and torch's own for all others and where that returns
-    NotImplemented."""
+    """A kernel that calls `compute` for a slow dtype, and torch's own for others or after NotImplemented."""
     own = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
 
     def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:

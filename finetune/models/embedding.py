@@ -1,5 +1,4 @@
-"""Embedding and head that grow with the tokenizer: new rows start at the mean of the others, and are trained under LoRA
-too."""
+"""Embedding and head that grow with the tokenizer: new rows start at the mean, and are trained under LoRA too."""
 
 import functools
 import re
@@ -125,8 +124,7 @@ def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slic
 
 
 def train_new_tokens(model: Any, lora: Lora, vocabulary: Vocabulary | None) -> Lora:
-    """`lora` with the embedding and the head of `model` in `modules_to_save` where tokens are added: a frozen base
-    would never learn them."""
+    """`lora` with embedding and head in `modules_to_save` if tokens are added, which a frozen base cannot learn."""
     if vocabulary is None or vocabulary.tokens == vocabulary.known:
         return lora
     names = [re.escape(name) for name in _find_ends(model)]

@@ -43,8 +43,7 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
 
 @torch._dynamo.allow_in_graph
 class _FrozenProduct(torch.autograd.Function):
-    """torchao's product with a frozen weight: its own keeps the input, and multiplies a gradient of the weight, for
-    nothing."""
+    """torchao's product with a frozen weight, without the input and the weight gradient that it would keep."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_t: Tensor, mm_config: Any, config: Any) -> Tensor:

@@ -1,5 +1,4 @@
-"""A check before the first step: the training forward computes what transformers' own does, for each document by
-itself.
+"""A check before the first step: the training forward computes what transformers' does, document by document.
 
 Families differ in ways that no config names: layers that drop `cu_seq_lens` on its way to attention, attention of their
 own, states that run from one document into the next, logits that are scaled. So two forwards over a few tokens are
@@ -142,8 +141,7 @@ def _forward(model: nn.Module, **inputs: Any) -> Forward:
 
 
 def _forward_in_parts(model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> Forward:
-    """The forward of a batch whose tokens the ranks of `group` divide between them, put together again on every
-    rank."""
+    """The forward of a batch whose tokens the ranks of `group` share, gathered again on every rank."""
     length = batch["input_ids"].shape[1]
     # The first rank's tokens end inside the document that repeats the first, or the padded row: attention, and whatever
     # else reads other tokens, has to cross from one rank to the next. The last ranks may have padding alone.

@@ -82,8 +82,7 @@ def _length_dependent_layers(rope_type: Any) -> list[str | None]:
 def _read_lengths(
     current: _Lengths, sequence_group: ProcessGroup | None, _trunk: nn.Module, _args: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Sets `current` from the arguments of a forward: its packed row's boundaries, or the lengths of its padded
-    rows."""
+    """Sets `current` from a forward's arguments: its row's boundaries, or the lengths of padded rows."""
     current.of_tokens = current.on_host = None
     if (boundaries := kwargs.get("cu_seq_lens")) is not None:
         rank, ranks = (0, 1) if sequence_group is None else (sequence_group.rank(), sequence_group.size())
@@ -148,8 +147,7 @@ def _embed_positions(
 
 
 def _select(is_chosen: Tensor, chosen: Any, others: Any) -> Any:
-    """`chosen` for the tokens of is_chosen, bool[rows, tokens]. Both: cosines and sines, or one complex tensor of the
-    two."""
+    """`chosen` for the tokens of is_chosen, bool[rows, tokens]: cosines and sines, or one complex tensor."""
     if isinstance(chosen, tuple):
         return tuple(_select(is_chosen, *pair) for pair in zip(chosen, others, strict=True))
     return torch.where(is_chosen[..., None], chosen, others)

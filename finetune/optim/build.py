@@ -70,8 +70,7 @@ CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimize
 def make_parameter_groups(model: nn.Module, weight_decay: float, momentum: float | None = None) -> list[dict[str, Any]]:
     """Groups the trained parameters by weight decay: matrices decay, vectors do not (`NOT_DECAYED`).
 
-    The parameters of a group are sharded over one mesh. `momentum`: Muon's, of the matrices in layers, which become
-    groups of their own.
+    The parameters of a group are sharded over one mesh. `momentum`: Muon's, for groups of layers' matrices.
     """
     dims = _count_dims(model)
     kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {(True, False): [], (True, True): [], (False, False): []}

@@ -1,5 +1,4 @@
-"""An optimizer whose state lies in a file of each rank, as ZeRO-Infinity's (Rajbhandari et al. 2021, section 5.2),
-under FSDP2.
+"""An optimizer with its state in a file of each rank, as ZeRO-Infinity's (Rajbhandari et al. 2021), under FSDP2.
 
 Moments, and fp32 master weights where the model computes in another dtype, are read into one buffer, updated there and
 written back, while what was in the other buffer is written and what comes next is read into it. A buffer holds a window
@@ -30,8 +29,7 @@ from finetune.optim.scratch_file import ScratchFile, align, allocate_aligned, op
 
 @torch.no_grad()
 def take_master_weights(model: nn.Module, dtype: torch.dtype, take: Callable[[nn.Parameter], object]) -> None:
-    """Hands every trained parameter of the sharded `model` whose dtype is not `dtype` to `take`, then turns it into
-    `dtype`.
+    """Hands every trained parameter of another dtype than `dtype` to `take`, then casts it to `dtype`.
 
     One after another, so that no two copies of the model exist. What FSDP2 gathers is bit for bit what it would have
     cast from the fp32 shard, and a gradient keeps the dtype that it had. Call it before the first forward.
@@ -82,8 +80,7 @@ ON_HOST = torch.device("cpu")
 
 
 class OffloadedTensor:
-    """An optimizer state tensor. This rank's part starts at `offset` in its file. `layout`: the parameter,
-    sharded alike.
+    """An optimizer state tensor at `offset` in this rank's file. `layout`: the parameter, sharded alike.
 
     A checkpoint treats it as the rank's tensor, but for its values, which come in `chunks`.
     """
@@ -116,8 +113,7 @@ class OffloadedTensor:
 
     @torch.no_grad()
     def copy_(self, values: Tensor) -> None:
-        """Replaces this rank's part by `values`, shaped like it; of a master weight also what the model computes
-        with."""
+        """Replaces this rank's part by `values`; of a master weight also what the model computes with."""
         flat = values.detach().to(ON_HOST, self.dtype).contiguous().view(-1).view(torch.uint8)
         memory = allocate_aligned(min(CHUNK_BYTES, self.nbytes), ON_HOST)
         for start in range(0, self.nbytes, CHUNK_BYTES):
@@ -216,8 +212,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """The optimizer that `make` makes, over the trained parameters of a `model` under FSDP2. All ranks make the same
-    calls.
+    """The optimizer that `make` makes, over the trained parameters of an FSDP2 `model`. All ranks call it alike.
 
     `groups`: its parameter groups. Trained parameters are from here on in the compute dtype. State in memory of each:
     `step` (fp32 scalar). The rest is in the rank's file, which ends with the process: only a checkpoint outlives it.
@@ -317,8 +312,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.file.write(window.offset, self.buffers[index % 2][: window.nbytes])
 
     def _update(self, window: StateWindow, buffer: Tensor) -> Any:
-        """Updates what `buffer` holds, and the parameters. Returns the event after which `buffer` has the result; None:
-        now."""
+        """Updates what `buffer` holds, and the parameters. Returns the event that ends it; None: it has ended."""
         memory = buffer[: window.nbytes]
         if self._staging is not None:
             memory = self._staging[: window.nbytes].copy_(memory, non_blocking=True)

@@ -1,5 +1,4 @@
-"""A file without a name, for state that need not outlive its process: reserved at once, read and written past the page
-cache.
+"""A file without a name, for state of this process alone: reserved at once, written past the page cache.
 
 No killed process leaves one behind: the system frees what has neither a name nor a process. Requests are direct
 (open(2), O_DIRECT) where the file system has that; else what they leave in the page cache, which would be the very
@@ -38,8 +37,7 @@ def align(byte_count: int) -> int:
 
 
 def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
-    """Host memory [bytes, a multiple of OFFLOAD_ALIGNMENT] for direct requests; pinned where the ranks compute on a
-    GPU.
+    """Host memory [bytes, a multiple of OFFLOAD_ALIGNMENT] for direct requests; pinned for GPU ranks.
 
     Not by torch's pinned allocator, which rounds up to a power of two.
     """
@@ -72,8 +70,7 @@ def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
 
 
 def open_scratch_file(folder: Path, size: int) -> "ScratchFile":
-    """A scratch file of `size` bytes in `folder`, which is made where it is missing. Raises `UserError` where that
-    fails."""
+    """A scratch file of `size` bytes in `folder`, which is made if missing. Raises `UserError` if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return ScratchFile(folder, size)

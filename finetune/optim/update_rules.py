@@ -86,16 +86,14 @@ def adamw_8bit_moments() -> type[torch.optim.Optimizer]:
         """
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
-            """Keeps the rate a number: torchao makes it a tensor, which a checkpoint would then hold for every
-            parameter."""
+            """Keeps the rate a number: torchao's tensor would be in the checkpoint for every parameter."""
             rate = param_group.get("lr", self.defaults["lr"])
             super().add_param_group(param_group)
             self.param_groups[-1]["lr"] = rate
 
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> None:
-            """Updates every parameter that has a gradient. torchao gets rates as tensors: a number would recompile its
-            update."""
+            """Updates every parameter with a gradient. Rates are tensors meanwhile: numbers would recompile."""
             rates = [group["lr"] for group in self.param_groups]
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = torch.tensor(rate, dtype=torch.float32)

@@ -45,21 +45,18 @@ PeakAfter = Callable[[Sequence[Change]], int]
 
 
 def is_supported(changed: RunSpec, asked: RunSpec) -> bool:
-    """Whether the run `asked` for could be started as it has been `changed`: no rule refuses it that did not refuse
-    `asked`."""
+    """Whether the run `asked` for could start as `changed`: no rule refuses it that did not refuse `asked`."""
     known = {problem.rule for problem in asked.find_problems()}
     return all(problem.is_note or problem.rule in known for problem in changed.find_problems())
 
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:
-    """What can still be changed and is supported, the cheapest first: what costs almost no time, then time, then what
-    is trained."""
+    """What can still be changed, the cheapest first: what costs little time, then time, then what is trained."""
     return (change for change in _list_candidates(spec) if is_supported(change.apply(spec), spec))
 
 
 def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, list[Change]]:
-    """`spec` with one change after another, and the changes that are left out: they do not go with those before
-    them."""
+    """`spec` with one change after another, and the changes that cannot be combined with those before them."""
     left_out = []
     for change in changes:
         changed = change.apply(spec)
@@ -71,8 +68,7 @@ def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, li
 
 
 def describe_changes(changes: Sequence[Change], source: str, *, has_config: bool) -> list[str]:
-    """Each change as it is made: appended to the command, or in an Accelerate file: that of one of the `changes`, else
-    `source`.
+    """Each change as it is made: appended to the command, or in an Accelerate file (a change's own, or `source`).
 
     has_config: the command names its Accelerate file by --config, which decides against the recipe's key.
     """
@@ -186,8 +182,7 @@ def _is_shipped(key: str, size: int, spec: RunSpec) -> bool:
 
 
 def _divide(spec: RunSpec, key: str, size: int) -> Change:
-    """Groups of `size` ranks by this key of an Accelerate file, whose other key keeps its size; the rows of a step
-    stay."""
+    """Groups of `size` ranks by this key of an Accelerate file; the other key and the rows of a step stay."""
     rows, sharding = spec.global_batch_size, spec.sharding
     keep = "" if spec.recipe.batch.global_batch_size else f"global_batch_size={rows}"
     keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)

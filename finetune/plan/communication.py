@@ -122,8 +122,7 @@ def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
 
 
 def _count_passes(spec: RunSpec) -> tuple[int, int]:
-    """How often a step computes a layer forward (with the reference's forward, and those of recomputed layers), and
-    backward."""
+    """How often a step computes a layer forward (reference and recomputation included), and backward."""
     every, reference = spec.computation.checkpoint_every, spec.reference == "adapters off"
     layers = spec.architecture.layers
     recomputed = 0 if every is None else -(-layers // every)
@@ -169,8 +168,7 @@ def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
 
 
 def _of_experts(spec: RunSpec) -> Iterator[Collective]:
-    """Tokens to their experts and back, once for each expert of a token; before them, in the forward, how many come to
-    each."""
+    """Tokens to their experts and back, once for each expert of a token; first, how many come to each."""
     ranks, mixture = spec.sharding.expert_parallel_size, spec.architecture.mixture
     if mixture is None or ranks == 1:
         return

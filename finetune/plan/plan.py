@@ -57,8 +57,7 @@ class Plan:
 
     @property
     def process_bytes(self) -> int:
-        """Host memory of one rank's process that comes on top of `peak_bytes` where ranks compute on the CPU; else
-        0."""
+        """Host memory of a rank's process on top of `peak_bytes` where ranks compute on the CPU; else 0."""
         return CPU_PROCESS_BYTES if self.spec.device == "cpu" else 0
 
 
@@ -103,8 +102,7 @@ def make_plan(
 
 
 def read_planned_sharding(recipe: Recipe, config: str | None, ranks: int) -> Sharding:
-    """The layout of a run on `ranks` ranks, whatever a launcher has set here. `config`: an Accelerate file; None: the
-    recipe's."""
+    """The layout of a run on `ranks` ranks, whatever a launcher has set. `config`: its file; None: the recipe's."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     return read_sharding(config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
 

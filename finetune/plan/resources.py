@@ -55,8 +55,7 @@ class Host:
 
 
 def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
-    """Disk for the checkpoints that are kept and for the export, in the recipe's `export_dtype` or else
-    `base_dtype`."""
+    """Disk for the kept checkpoints and the export, in the recipe's `export_dtype` or else `base_dtype`."""
     trained, lora = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.lora.use_peft
     recipe, files, optim = spec.recipe.checkpoint, spec.files(), spec.recipe.optimization.optim
     moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True) for t in trained)
@@ -141,11 +140,9 @@ class Speed:
 
 
 def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = None, links: Links | None = None) -> Speed:
-    """The speed at `mfu` of the assumed device's peak on every rank, whose `links` are by default those of its data
-    sheet.
+    """The speed at `mfu` of the device's peak on every rank; `links` are by default those of its data sheet.
 
-    `read`: an epoch's tokens and the run's steps, if the data has been read; else they are estimated from the files'
-    size.
+    `read`: an epoch's tokens and the run's steps, if known; else estimated from the files' size.
     """
     a = spec.architecture
     flops = flop_per_token(
@@ -255,8 +252,7 @@ def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
 
 
 def files_seconds(spec: RunSpec) -> float:
-    """Seconds in which a step reads and writes the state in files of all ranks of a node, at the assumed rate; 0
-    without them.
+    """Seconds in which a step reads and writes the state files of a node, at the assumed rate; 0 without.
 
     Only within the update does one overlap with another: nothing of it with forward and backward.
     """
@@ -292,8 +288,7 @@ def _text_share(path: Path, rows: RowKind) -> float:
 
 
 def _find_repeated(row: Any, rows: RowKind) -> Any:
-    """What a row holds once and is read twice: a pair's prompt, unless both answers are whole conversations; a rated
-    row.
+    """What a row holds once and is read twice: a pair's prompt (unless of whole conversations); a rated row.
 
     >>> _find_repeated({"question": "2+2?", "chosen": "4", "rejected": "5"}, "pairs")
     {'question': '2+2?'}

@@ -83,8 +83,7 @@ class RunSpec:
 
     @cached_property
     def part(self) -> Architecture:
-        """What one rank of a tensor parallel group holds of the model, before FSDP shards it; all of it where there is
-        none."""
+        """What a rank of a tensor-parallel group holds of the model, before FSDP shards it."""
         ranks, a = self.tensor_ranks, self.architecture
         if ranks == 1:
             return a

@@ -143,8 +143,7 @@ def _name_layer(done: int, layers: int) -> str:
 
 
 def _after_layers(spec: RunSpec, done: int) -> int:
-    """Bytes of activations where the backward has come through the head and so many layers, with the gradient that it
-    hands on."""
+    """Bytes of activations once the backward has passed the head and so many layers, with its gradient."""
     a, run, kept = spec.computed, spec.computation, kept_bytes(spec.computed, spec.computation)
     # Offloaded, all layers together keep what one of them does.
     of_one = 0 if run.offloads else (kept["layers"] + kept["checkpoints"]) / a.layers
@@ -285,8 +284,7 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 
 
 def loss_bytes(spec: RunSpec) -> int:
-    """One chunk of logits, and the gradients that the loss computes in its forward: the head's in fp32, the hidden
-    states'."""
+    """One chunk of logits, and the gradients that the loss computes in its forward: of head and hidden states."""
     a, run = spec.computed, spec.computation
     cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
     head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward

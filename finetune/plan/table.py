@@ -127,8 +127,7 @@ def _name_frozen(spec: RunSpec) -> str:
 
 
 def memory_rows(found: Sequence[Phase]) -> list[list[str]]:
-    """Each phase's peak on the rank that holds the most, by part: cells, headings first; in MiB if all are below 1
-    GiB."""
+    """Each phase's peak on the fullest rank, by part: cells, headings first; in MiB if all are below 1 GiB."""
     small = max(phase.peak.total for phase in found) < GIB
     shown = [part for part in PARTS if any(getattr(phase.peak, part) for phase in found)]
     parts = [SHORT.get(part, part) for part in shown]

@@ -1,5 +1,4 @@
-"""What a layout itself holds during a step: units that are gathered, or on their way, and gradients until they are
-reduced.
+"""What a layout itself holds during a step: gathered units, and gradients until they are reduced.
 
 The order of events is torch's own (torch/distributed/fsdp/_fully_shard): the backward of a unit begins with the
 all-gather of the one before it; at its end it is freed, its gradients are copied into the input of a reduce-scatter,
@@ -184,16 +183,14 @@ def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computatio
 
 
 def dequantized_at_once(a: Architecture, expert_ranks: int = 1) -> int:
-    """Numbers of a quantized model that are dequantized at once: of its largest linear layer, or of all experts of a
-    layer that a rank has."""
+    """Numbers that are dequantized at once: of the largest linear layer, or of a rank's experts of a layer."""
     layer = a.widest_layer
     experts = sum(weight.numel for weight in a.experts(layer)) // expert_ranks
     return max(*(linear.numel for linear in a.linears(layer)), experts)
 
 
 def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
-    """The bytes of its forward, by the names of a snapshot's parts; None without a teacher. Nothing of it is kept but
-    what enters its head."""
+    """The bytes of its forward, by a snapshot's parts; None without a teacher. Only the head's input is kept."""
     if spec.teacher is None:
         return None
     a, run = spec.teacher.architecture, replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
@@ -221,8 +218,7 @@ def meeting_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def _gathered(spec: RunSpec) -> tuple[int, int]:
-    """What FSDP gathers of it: in its forward, and of its tail. A tied tail holds the embedding too, and stays gathered
-    through the forward."""
+    """What FSDP gathers of it in its forward, and of its tail. A tied tail holds the embedding, and stays gathered."""
     if spec.teacher is None or not spec.sharding.is_fsdp:
         return 0, 0
     a, size = spec.teacher.architecture, spec.computation.itemsize

@@ -129,8 +129,7 @@ def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
 
 
 def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> None:
-    """Adds the samples to samples.jsonl, on the main rank. They are only looked at: a full disk does not end the
-    run."""
+    """Adds the samples to samples.jsonl on the main rank. A full disk does not end the run."""
     if run.world.is_main:
         try:
             append_json_lines(run.folder / SAMPLES, ({"step": step} | asdict(sample) for sample in samples))
@@ -167,8 +166,7 @@ def answer(
     """Every prompt answered greedily, on every rank in the same order; each rank (each tensor parallel group, whose
     ranks run the same forwards) answers its share.
 
-    An answer ends at a token that ends a turn, or at twice the length of the longest expected one; where none is
-    expected, at `max_new_tokens`.
+    An answer ends with a turn, or at twice the longest expected length; without one, at `max_new_tokens`.
     """
     model.eval()
     groups = world.tensor_group_count

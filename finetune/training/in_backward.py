@@ -64,8 +64,7 @@ class UpdateInBackward:
         self._norms.clear()
 
     def check_loss(self, loss_sum: torch.Tensor) -> None:
-        """Keeps the parameters from this step's backward where a rank's loss is not finite. All ranks call it
-        before."""
+        """Keeps the parameters from this step's backward if any rank's loss is not finite. All ranks call it."""
         self._mark_unless(torch.isfinite(self._world.sum(loss_sum.detach().clone())))
 
     def norm(self, model: nn.Module) -> torch.Tensor:

@@ -87,8 +87,7 @@ def is_out_of_patience(progress: Progress, run: Run) -> bool:
 def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Progress:
     """Trains from `progress` to the schedule's last step. The same numbers on every layout and number of ranks.
 
-    Raises `Preempted` after saving where a signal asks to stop, and `UserError` where a checkpoint cannot be written or
-    a step's loss is not finite.
+    Raises `Preempted` after a save that a signal asked for, `UserError` for a failed save or a loss not finite.
     """
     recipe, world, saver, last_step = run.recipe, run.world, run.saver, run.schedule.steps
     if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again

@@ -225,8 +225,7 @@ def _steps_of(batches: StoredBatches) -> range:
 
 
 def _hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: str | None, world: World) -> str:
-    """A hash of everything that decides the log-probabilities: the weights, how they compute, and every token in its
-    document."""
+    """A hash of everything that decides the log-probabilities: the weights, how they compute, and the tokens."""
     keys = {"model": asdict(recipe.model), "lora": asdict(recipe.lora), "quantization": asdict(recipe.quantization)}
     # FSDP casts the weights, the others each product: not the same numbers.
     computed: list[Any] = [world.sharding.mixed_precision, world.sharding.is_fsdp]

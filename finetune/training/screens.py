@@ -202,8 +202,7 @@ def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str]:
-    """How the base is quantized, and what its linear layers take on this rank, counted from the parameters in
-    memory."""
+    """How the base is quantized, and what its linear layers take on this rank, counted in memory."""
     layers = [layer for _, layer in quantized_layers(model)]
     if not layers:
         return []

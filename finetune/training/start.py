@@ -229,8 +229,7 @@ def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
 
 
 def prompt_ids(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """The ids of a user's turn, or of messages, up to where the assistant begins; of bare text without a chat
-    template."""
+    """The ids of a user's turn, or of messages, up to where the assistant begins; without a template, of the text."""
     if tokenizer.chat_template is None:
         return list(tokenizer.encode(prompt))
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -83,8 +83,7 @@ class Window:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around an evaluation or a save: its seconds are no step's. Waits for the device, whose queue holds the
-        steps."""
+        """Around an evaluation or a save, whose seconds are no step's. Waits for the device to finish its steps."""
         self._synchronize()
         self._seconds += time.perf_counter() - self._started
         try:
@@ -134,8 +133,7 @@ class Window:
 
 
 class Compilation:
-    """Reads the counters between two lines of metrics. Imports nothing of torch's compiler where nothing is
-    compiled."""
+    """Reads the counters between two lines of metrics. Imports torch's compiler only where it is used."""
 
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on

@@ -1,5 +1,4 @@
-"""What a training run works with, as one value: the model and optimizer on their ranks, the data, the log, the
-saver."""
+"""What a training run works with, as one value: model, optimizer, ranks, data, log and saver."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -112,8 +112,7 @@ class Requests:
 class SignalListener:
     """What signals have asked of this rank; the loop looks once a step and agrees on it with the other ranks.
 
-    SIGTERM and SIGINT ask to save and stop, SIGUSR1 to save and continue. A second request to stop ends the process at
-    once.
+    SIGTERM and SIGINT save and stop, SIGUSR1 saves and continues. A second request to stop ends at once.
     """
 
     def __init__(self) -> None:

@@ -252,8 +252,7 @@ def _attend_for_heads(
     dtype: torch.dtype,
     group: ProcessGroup,
 ) -> Tensor:
-    """As `attend_documents`, in `dtype`: tokens are this rank's, and attention is computed for some of the heads over
-    the whole row."""
+    """As `attend_documents`, in `dtype`, with this rank's tokens: it attends for some heads over the whole row."""
     query, key, value = trade_tokens_for_heads(query, key, value, group)
     if options.sinks is not None:
         options = options._replace(sinks=take_heads(options.sinks, group))

@@ -31,8 +31,7 @@ from finetune.errors import UserError
 class RowDocuments:
     """The documents in the rows of one forward. All layers share it.
 
-    No tuple: FSDP would look through it for tensors to move, and dynamo would compile the layers again for other
-    lengths.
+    No tuple: FSDP would search it for tensors, and dynamo would compile the layers again for other lengths.
     """
 
     boundaries: Tensor | None = None  # int32[documents + 1] of the one row; None: each row is one document
@@ -91,8 +90,7 @@ def has_kernel(device: torch.device) -> bool:
 def make_masks(
     windows: frozenset[int | None], cu_seq_lens: Tensor | None, tokens: int, device: torch.device
 ) -> dict[int | None, BlockMask]:
-    """A mask for each of `windows`: causal, within documents of the one row, or of whole rows where `cu_seq_lens` is
-    None.
+    """A mask for each of `windows`: causal, within documents of the row, or of whole rows without `cu_seq_lens`.
 
     Nothing is read from the device, and nothing as large as [tokens, tokens] is made.
     """
@@ -197,8 +195,7 @@ FLASH_HEAD_MULTIPLE = 8  # the kernel refuses other head sizes and leaves the pa
 def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Causal attention in each document. query: [rows, heads, tokens, head size] -> [rows, tokens, heads, head
-    size]."""
+    """Causal attention in each document: query [rows, heads, tokens, size] -> [rows, tokens, heads, size]."""
     chunk, options = options.chunk, options._replace(chunk=None)
     if chunk is not None and chunk < (documents.longest or query.shape[2]):
         if documents.boundaries is not None:
@@ -228,8 +225,7 @@ def cut_documents(documents: RowDocuments, chunk: int) -> RowDocuments:
 
 
 def _can_use_varlen(query: Tensor, value: Tensor, options: ScoreOptions) -> bool:
-    """Whether torch's flash attention computes this: on CUDA, in half precision, values no wider than queries, nothing
-    else."""
+    """Whether torch's flash attention computes this: on CUDA, in half precision, without other options."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     sizes = value.shape[-1] <= query.shape[-1] <= LARGEST_FLASH_HEAD
     return query.is_cuda and half and sizes and options.is_fusible and options.dropout == 0.0
@@ -263,8 +259,7 @@ def _attend_varlen(
 def _attend_each_document(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Causal attention over each document by itself. query: [1, heads, tokens, head size] -> [1, tokens, heads,
-    ...]."""
+    """Causal attention document by document: query [1, heads, tokens, size] -> [1, tokens, heads, size]."""
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
     states = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
@@ -299,8 +294,7 @@ def _attend_causally(
 
 
 def _attend_unfused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: ScoreOptions) -> Tensor:
-    """Attention written out, for models that cap the scores (Gemma 2) or have sinks (gpt-oss), which no SDPA of torch
-    can."""
+    """Attention written out, for capped scores (Gemma 2) and sinks (gpt-oss), which torch's SDPA lacks."""
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if options.scale is None else options.scale)
     if options.softcap is not None:

@@ -62,8 +62,7 @@ class VocabularyShard(NamedTuple):
 
 
 def find_local_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
-    """(weight, bias) of a head as this rank has them, and where they are in the vocabulary; None where all of it is
-    here."""
+    """(weight, bias) of a head as this rank has them, and their place in the vocabulary; None if it is all here."""
     if not isinstance(weight, DTensor):
         return weight, bias, None
     (rows, _), mesh = find_local_slices(weight), weight.device_mesh
@@ -87,8 +86,7 @@ class LogitTransform(NamedTuple):
 
     @classmethod
     def from_config(cls, config: Any) -> "LogitTransform":
-        """From a transformers config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2,
-        RecurrentGemma and xLSTM cap."""
+        """From a config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2 and others cap."""
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
         scaling = getattr(text, "logits_scaling", None) or 1.0  # one key, two meanings
@@ -156,8 +154,7 @@ class TokenWeights(NamedTuple):
 class ChunkOptions(NamedTuple):
     """How a loss of a head's scores is computed chunk by chunk.
 
-    Label smoothing is torch's (Szegedy et al. 2016, section 7): the weight of the mean over the vocabulary beside the
-    label's own log-probability.
+    Label smoothing is torch's (Szegedy et al. 2016, section 7): the weight of the mean over the vocabulary.
     """
 
     logits: LogitTransform = UNCHANGED
@@ -342,8 +339,7 @@ def compute_chunk(
     grad_dtype: torch.dtype | None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities of one chunk, in fp32 or wider, and the gradient of minus their sum to `scores` [tokens,
-    vocabulary].
+    """The log-probabilities of one chunk, in fp32 or wider, and the gradient of minus their sum to `scores`.
 
     Args:
         token_weights: fp32[tokens], by which the gradient weighs each token; None: all alike.
@@ -369,16 +365,14 @@ def compute_chunk(
 
 
 def label_log_probabilities(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-    """The log-probability of each label, [tokens], mixed with the vocabulary's mean by `label_smoothing`. Undefined at
-    tokens without a label."""
+    """The log-probability of each label, [tokens], smoothed by `label_smoothing`. Undefined without a label."""
     # Any id will do where the position is not trained.
     of_labels = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
     return of_labels.lerp(log_probabilities.mean(1), label_smoothing) if label_smoothing else of_labels
 
 
 def cross_entropy_gradient(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-    """The gradient to the logits [tokens, vocabulary] of minus `label_log_probabilities`, in place of
-    `log_probabilities`."""
+    """The gradient to the logits [tokens, vocabulary] of minus `label_log_probabilities`, in place."""
     grad, chosen = log_probabilities.exp_(), labels.clamp(min=0).unsqueeze(1)
     grad.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=grad.dtype))
     if label_smoothing:

@@ -1,5 +1,4 @@
-"""The loss: cross entropy of a linear head in chunks of tokens, so that the logits [tokens, vocabulary] are never
-whole."""
+"""The loss: cross entropy of a linear head in chunks of tokens; logits [tokens, vocabulary] are never whole."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

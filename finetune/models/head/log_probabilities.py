@@ -1,5 +1,4 @@
-"""Log-probabilities of the labels, token by token, of a linear head in chunks: for losses that weigh each document
-otherwise.
+"""Log-probabilities of labels and divergences from a teacher, token by token, of a linear head in chunks.
 
 The gradient to a token's hidden state is that of its log-probability times one number, which the backward brings: it is
 prepared in the forward, as by `models/head/cross_entropy.py`. The weight's is a sum over tokens with those numbers;
@@ -160,8 +159,7 @@ def linear_divergence(
     label_smoothing: float = 0.0,
     weigh: TokenWeights | None = None,
 ) -> Tensor:
-    """The sums over the trained tokens of the mixed loss, the divergence, and the cross entropy; see
-    `linear_cross_entropy`.
+    """The sums over trained tokens of mixed loss, divergence and cross entropy; see `linear_cross_entropy`.
 
     The divergence is over the ids that both vocabularies have rows for: some models have more rows than tokens.
 

@@ -1,5 +1,4 @@
-"""Distillation as an `Objective`: the divergence from a teacher at every trained token, beside the cross entropy of its
-label."""
+"""Distillation as an `Objective`: the divergence from a teacher beside the cross entropy of the labels."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -116,8 +116,7 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective(Objective):
-    """The mean over pairs of a method's loss, beside it the cross entropy of the chosen answers where the method has
-    it.
+    """The mean of a method's loss over pairs, beside the chosen answers' cross entropy if it has one.
 
     That cross entropy is the mean over the chosen answers' tokens of the whole step, not of a micro-batch.
     """
