@@ -1,4 +1,4 @@
-"""The script on every rank: `accelerate launch finetune/run.py --config C --recipe R key=value`."""
+"""The script that runs on every rank: `accelerate launch finetune/run.py --config C --recipe R key=value`."""
 
 import argparse
 import os
