@@ -254,7 +254,8 @@ class Session:
     @cached_property
     def _saver(self) -> Saver:
         loaded = self._loaded
-        return Saver(self.folder, loaded.model, loaded.optimizer, self.world, self.recipe, self.tokenizer, self.inputs)
+        keys = self.folder, loaded.model, loaded.optimizer, self.world, self.recipe, self.tokenizer, self.inputs
+        return Saver(*keys, *([loaded.objectives.training.describe_files] if loaded.objectives else []))
 
     @cached_property
     def _guard(self) -> Any:
@@ -392,6 +393,8 @@ class Session:
         loaded = self._loaded
         if start is not None:
             self.progress = load_start(start, loaded.model, loaded.optimizer, self.world)
+            if loaded.objectives is not None:
+                loaded.objectives.training.resume(start, self.progress.step)
         return self.progress
 
     def export(self) -> Path:

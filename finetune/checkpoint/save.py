@@ -5,7 +5,7 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -63,6 +63,7 @@ class Saver:
         recipe: Recipe,
         tokenizer: PreTrainedTokenizerBase,
         inputs: Mapping[str, str] | None = None,
+        describe_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},  # of the method, after so many steps
     ) -> None:
         self.run_folder, self.model, self.optimizer = run_folder, model, unwrap_optimizer(optimizer)
         self.world, self.recipe, self.inputs = world, recipe, inputs or {}
@@ -72,6 +73,8 @@ class Saver:
         group = dist.new_group(backend="gloo", timeout=world.collective_timeout) if dist.is_initialized() else None
         self._ranks = RankGroup(world, group)
         self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
+        self._describe_files = describe_files
+        self._files: Mapping[str, bytes] = {}  # of the running save
         self._host_copies: dict[str, torch.Tensor] = {}  # overwritten by every async save
         self._thread: threading.Thread | None = None
         self._is_copied = threading.Event()
@@ -95,6 +98,7 @@ class Saver:
         then nothing has been published or pruned.
         """
         self.finish()
+        self._files = self._describe_files(progress.step) if self.world.is_main else {}
         scaler = self.world.accelerator.scaler
         progress = replace(progress, scaler=scaler.state_dict() if scaler is not None else None)
         shards = self._shards()
@@ -192,7 +196,7 @@ class Saver:
         def finish() -> int:
             content = json.dumps(describe_state(progress, self.recipe, self.world, self.inputs), indent=1).encode()
             written = {name: entry for receipt in receipts for name, entry in receipt.items()}
-            for name, text in (self._descriptions | {STATE: content}).items():
+            for name, text in {**self._descriptions, **self._files, STATE: content}.items():
                 written[name] = durable.write_file(staging / name, [text])
             manifest = Manifest(
                 step=progress.step,

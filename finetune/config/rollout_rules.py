@@ -23,6 +23,13 @@ def _baseline(case: Case) -> str:
     return loss.baseline if loss else "group"
 
 
+def _averages_sums(case: Case) -> bool:
+    return case["loss_type"] in POLICY_LOSSES and POLICY_LOSSES[case["loss_type"]].average == "sums"
+
+
+SOFT_OVERLONG = "soft_overlong_punishment"  # of SHIPPED_REWARDS: the one that has a key of its own
+
+
 def _refused(key: str, why: str, advice: str = "") -> Rule:
     return Rule(
         name=f"{key} with sampled completions",
@@ -75,8 +82,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="beta of sums", keys=("beta", "loss_type"),
-        when=lambda c: _has_reference(c) and c["loss_type"] in POLICY_LOSSES
-        and POLICY_LOSSES[c["loss_type"]].average == "sums",
+        when=lambda c: _has_reference(c) and _averages_sums(c),
         message="beta has no effect with loss_type: {loss_type}, whose loss has one ratio for a completion",
         advice="set beta: 0, or another loss_type",
     ),
@@ -124,9 +130,46 @@ RULES: tuple[Rule, ...] = (
         advice="remove it",
     ),
     Rule(
+        name="a correction of tokens in sums", keys=("importance_sampling_correction", "loss_type"),
+        when=lambda c: samples(c) and c["importance_sampling_correction"].startswith("token")
+        and _averages_sums(c),
+        message="importance_sampling_correction: {importance_sampling_correction} cannot be combined with loss_type: "
+        "{loss_type}, which has one ratio for a completion",
+        advice=lambda c: f"set {c['importance_sampling_correction'].replace('token', 'sequence')}",
+    ),
+    Rule(
+        name="bounds of a correction", keys=("importance_sampling_clip_min", "importance_sampling_clip_max"),
+        when=lambda c: samples(c) and c["importance_sampling_clip_min"] is not None
+        and c["importance_sampling_clip_min"] >= c["importance_sampling_clip_max"],
+        message="importance_sampling_clip_min: {importance_sampling_clip_min} is not below "
+        "importance_sampling_clip_max: {importance_sampling_clip_max}", advice="lower it",
+    ),
+    Rule(
+        name="bounds of no correction", keys=("importance_sampling_clip_max", "importance_sampling_correction"),
+        when=lambda c: samples(c) and c["importance_sampling_correction"] == "none"
+        and (_is_set(c, "importance_sampling_clip_max") or _is_set(c, "importance_sampling_clip_min")),
+        message="importance_sampling_clip_max and importance_sampling_clip_min have no effect without a correction",
+        advice="set importance_sampling_correction: token_truncate, or remove them",
+    ),
+    Rule(
+        name="a punishment without its tokens", keys=("soft_punish_cache", "rewards"),
+        when=lambda c: samples(c) and ((c["soft_punish_cache"] is None) == (SOFT_OVERLONG in c["rewards"])
+        or (c["soft_punish_cache"] or 0) > c["max_completion_length"]),
+        message=f"the reward {SOFT_OVERLONG} and soft_punish_cache go together: the last tokens of "
+        "max_completion_length, over which it falls from 0 to -1",
+        advice="set both, such as soft_punish_cache: 64, or none of them",
+    ),
+    Rule(
+        name="dynamic sampling without groups", keys=("max_num_gen_batches", "loss_type", "method"),
+        when=lambda c: samples(c) and c["max_num_gen_batches"] > 1
+        and (_baseline(c) == "step" or c.recipe.method_facts.needs_teacher),
+        message=lambda c: f"max_num_gen_batches drops groups whose rewards are all alike, from which "
+        f"{'a teacher' if c.recipe.method_facts.needs_teacher else c['loss_type']} still teaches",
+        advice="set 1",
+    ),
+    Rule(
         name="importance_sampling_level of sums", keys=("importance_sampling_level", "loss_type"),
-        when=lambda c: samples(c) and _is_set(c, "importance_sampling_level")
-        and c["loss_type"] in POLICY_LOSSES and POLICY_LOSSES[c["loss_type"]].average == "sums",
+        when=lambda c: samples(c) and _is_set(c, "importance_sampling_level") and _averages_sums(c),
         message="importance_sampling_level has no effect with loss_type: {loss_type}, whose ratio is the sequence's",
         advice="remove it",
     ),

@@ -14,6 +14,7 @@ SHIPPED_REWARDS: Mapping[str, str] = {
     "number": "1 where the last number of the completion is that of the row's answer",
     "format": "1 where the completion is <think>...</think><answer>...</answer>",
     "length": "the share of max_completion_length that the completion leaves unused",
+    "soft_overlong_punishment": "0 up to max_completion_length less soft_punish_cache tokens, then down to -1 (DAPO)",
 }
 
 
@@ -40,6 +41,7 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "reinforce++": PolicyLoss(paper="Hu et al. 2025, arXiv:2501.03262", average="tokens", baseline="step"),
 }
 DEFAULT_POLICY_LOSS = "dapo"
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 if TYPE_CHECKING:
     PolicyLossName = str
 else:
@@ -72,6 +74,22 @@ class Rollout:
         "Tokens of a completion, at most. With its prompt it has at most max_length; longer prompts are dropped, and "
         "counted.",
     ] = 256
+    num_iterations: Annotated[
+        Positive,
+        SameOnResume,
+        "How often the completions of a step are trained on, an optimizer step each time (mu in the GRPO paper).",
+    ] = 1
+    steps_per_generation: Annotated[
+        Positive,
+        SameOnResume,
+        "The steps whose completions are sampled together, from the same weights; each trains on its own share.",
+    ] = 1
+    max_num_gen_batches: Annotated[
+        Positive,
+        SameOnResume,
+        "How often a step may sample until it has global_batch_size groups whose rewards differ: groups without signal "
+        "are dropped, and other prompts take their places (DAPO's dynamic sampling). 1: none is dropped.",
+    ] = 1
     per_device_generation_batch_size: Annotated[
         Positive,
         "Completions that a rank samples at once; when one ends, the next takes its place. Sets the memory of the "
@@ -97,6 +115,24 @@ class Rollout:
         SameOnResume,
         "What has a probability ratio: each token, or the sequence, as the geometric mean of its tokens' (GSPO).",
     ] = "token"
+    importance_sampling_correction: Annotated[
+        Correction,
+        SameOnResume,
+        "How the loss is corrected where sampling and training compute different probabilities: it is multiplied by "
+        "their ratio, of each token or of the sequence, truncated at importance_sampling_clip_max, or 0 beyond it.",
+    ] = "none"
+    importance_sampling_clip_max: Annotated[
+        float, Gt(0), SameOnResume, "The largest ratio that importance_sampling_correction follows."
+    ] = 3.0
+    importance_sampling_clip_min: Annotated[float | None, Gt(0), SameOnResume, "The smallest; null: there is none."] = (
+        None
+    )
+    soft_punish_cache: Annotated[
+        int | None,
+        Gt(0),
+        SameOnResume,
+        "The last tokens before max_completion_length, over which the reward soft_overlong_punishment falls to -1.",
+    ] = None
     mask_truncated_completions: Annotated[
         bool, SameOnResume, "Learn nothing from completions that max_completion_length has cut (DAPO)."
     ] = False
@@ -113,3 +149,8 @@ class Rollout:
         SameOnResume,
         "What is done where a reward raises, takes too long or is not finite: the run ends, or it is 0 and counted.",
     ] = "error"
+
+    @property
+    def updates_per_generation(self) -> int:
+        """The optimizer steps on what is sampled together; after the first, the model is not the sampled one."""
+        return self.num_iterations * self.steps_per_generation

@@ -294,6 +294,7 @@ class StoredBatches:
     pad_token_id: int
     epoch_rows: Callable[[int], Rows]  # caches the latest epochs
     images: ImageProcessor | None = None  # None: the examples hold none
+    iterations: int = 1  # optimizer steps on the same rows
 
     @property
     def row_tokens(self) -> int:
@@ -306,7 +307,7 @@ class StoredBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        return ceil(self.rows_per_epoch / self.config.global_batch_size)
+        return ceil(self.rows_per_epoch / self.config.global_batch_size) * self.iterations
 
     @property
     def fingerprint(self) -> str:
@@ -328,8 +329,8 @@ class StoredBatches:
         return tokens / (rows * self.row_tokens if self.config.packing else padded)
 
     def rows_of(self, step: int) -> list[Ids]:
-        """The rows of optimizer step `step` over all ranks, each the ids of its examples."""
-        epoch, within = divmod(step, self.steps_per_epoch)
+        """The rows of step `step` over all ranks, each the ids of its examples; `iterations` are one step."""
+        epoch, within = divmod(step, self.steps_per_epoch // self.iterations)
         rows, size = self.epoch_rows(epoch), self.config.global_batch_size
         return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
 

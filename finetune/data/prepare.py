@@ -395,7 +395,7 @@ def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world
             f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give more data "
             f"or fewer ranks{less}"
         )
-    epochs = recipe.optimization.num_train_epochs
+    epochs, train = recipe.optimization.num_train_epochs, replace(train, iterations=recipe.rollout.num_iterations)
     return replace(train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch))
 
 

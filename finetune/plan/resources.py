@@ -167,7 +167,8 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     rows = spec.recipe.method_facts.rows
     epoch_tokens, steps = read or (estimate_epoch_tokens(spec.recipe.data, rows), optimization.max_steps)
     if steps is None and epoch_tokens is not None:
-        steps = max(1, round(epoch_tokens / spec.tokens_per_step * optimization.num_train_epochs))
+        passes = optimization.num_train_epochs * spec.recipe.rollout.num_iterations
+        steps = max(1, round(epoch_tokens / spec.tokens_per_step * passes))
     reference_seconds = None
     if spec.reference == "stored" and epoch_tokens is not None:  # a forward of every document; held-out ones aside
         seen = epoch_tokens if steps is None else min(epoch_tokens, steps * spec.tokens_per_step)
@@ -234,7 +235,7 @@ def offload_seconds(spec: RunSpec) -> float:
 
 
 def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
-    """Seconds in which a rank samples its completions of a step, each of full length; 0 where it samples none.
+    """Seconds of a step in which a rank samples completions, each of full length; 0 where it samples none.
 
     A token of all rows reads every weight and half of a full cache from memory, or computes, whichever takes longer.
     `forward`: FLOP of a token.
@@ -248,7 +249,8 @@ def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
     speed = mfu * PEAK_FLOPS[ASSUMED_DEVICE]
     token = max(read / DEVICE_BYTES_PER_SECOND, rows * forward / speed)
     prompts = per_rank / keys.num_generations * (spec.recipe.data.max_length - keys.max_completion_length)
-    return -(-per_rank // rows) * keys.max_completion_length * token + prompts * forward / speed
+    seconds = -(-per_rank // rows) * keys.max_completion_length * token + prompts * forward / speed
+    return seconds / keys.num_iterations
 
 
 def files_seconds(spec: RunSpec) -> float:

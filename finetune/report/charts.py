@@ -243,7 +243,7 @@ def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
         _make_chart("completion_length", "Length of completions", "tokens; points: held-out", _loss_lines(runs, "completions/mean_length"), zero=True),
         _make_chart("entropy", "Entropy", "nats a token, of what was sampled from", _make_lines(runs, "entropy"), zero=True),
         _make_chart("log_ratio", "Largest raw log-ratio", "of a token between sampler and trainer: 0 in theory", _make_lines(runs, "log_ratio/max"), zero=True),
-        _make_chart("sample_size", "Effective sample size", f"% of the tokens; {whole}", _make_lines(runs, "ratio/effective_sample_size", lambda v: 100 * v)),
+        _make_chart("sample_size", "Effective sample size", f"% of the tokens; {whole}", _make_lines(runs, "ratio/effective_sample_size", lambda v: 100 * v), zero=True),
     ]  # fmt: skip
 
 
@@ -276,6 +276,8 @@ def _make_chart(key: str, title: str, note: str, lines: Sequence[Line], zero: bo
     if not points:
         return None
     y_low, y_high = min([y for _, y in points] + [0.0] * zero), max(y for _, y in points)
+    if y_high - y_low < 1e-3 * abs(y_high):  # flat, in the three digits of a label
+        y_low = y_high
     y_ticks = choose_ticks(y_low, y_high if y_high > 0 or not zero else 1.0)
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     x_high = x_high if x_high > x_low else x_low + 1

@@ -1,11 +1,15 @@
 """From prompts to a step batch: completions are sampled, rewarded and compared, and become the rows of a step.
 
 The rollouts of a step are a pure function of the seed, the step and the weights, on any number of ranks. A resumed run
-samples them again, and no checkpoint holds any.
+samples them again, unless the weights have moved since: a checkpoint between two updates on the same rollouts holds
+them.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,34 +17,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.config.rollouts import POLICY_LOSSES
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch, StoredBatches, make_batches
 from finetune.data.examples import Examples, cut
-from finetune.data.packing import BatchConfig
+from finetune.data.packing import BatchConfig, make_generator
 from finetune.data.token_store import Tokens, keep_in_memory
 from finetune.data.tokenize import SourceStats
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
+from finetune.errors import UserError
+from finetune.rollout.completions import Rollout, find_advantages
 from finetune.rollout.engine import Ended, Engine, Request, Sampled, Sampling
 from finetune.rollout.rewards import Rewards, Scores
 
 Record = Callable[[list[dict[str, Any]]], None]
-SMALLEST_DEVIATION = 1e-4  # added to a standard deviation that is divided by, as in TRL
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """Completions of some prompts, `generations` of each, one after another."""
-
-    example_ids: NDArray[np.int64]  # [completions]: the prompts'
-    prompts: list[list[int]]  # [completions]
-    sampled: list[Sampled]
-    scores: NDArray[np.float64]  # [completions, functions]; nan: the function says nothing of it
-    rewards: NDArray[np.float64]  # [completions]: the weighted sum; nan where no function says anything
-    failures: int
-    generations: int
+ROLLOUTS = "rollouts.jsonl"  # of a checkpoint: what the steps after it are still to train on
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +47,18 @@ class Sampler:
     steps: int  # in the whole run
 
     def roll_out(
-        self, examples: Examples, example_ids: NDArray[np.int64], step: int, generations: int, *, greedy: bool = False
+        self,
+        examples: Examples,
+        example_ids: NDArray[np.int64],
+        step: int,
+        generations: int,
+        *,
+        greedy: bool = False,
+        first_place: int = 0,
     ) -> Rollout:
         """Completions of the prompts `example_ids`, sampled by all ranks, each a share. All ranks call it.
 
+        `first_place`: of the prompts in the step, which is part of their completions' seeds.
         Raises `UserError` on all ranks for what a reward function does wrong.
         """
         keys, seed = self.recipe.rollout, self.recipe.run.seed
@@ -68,7 +68,7 @@ class Sampler:
         ids = [tuple(examples[int(example_id)].input_ids.tolist()) for example_id in example_ids]
         requests = [
             Request(prompt, (seed, step, place, generation))
-            for place, prompt in enumerate(ids)
+            for place, prompt in enumerate(ids, first_place)
             for generation in range(generations)
         ]
         groups, group = self.world.tensor_group_count, self.world.tensor_group_index
@@ -80,7 +80,8 @@ class Sampler:
         weights = np.array(keys.reward_weights or [1.0] * len(keys.rewards))
         rewards = np.where(np.isnan(scores).all(1), np.nan, np.nansum(scores * weights, 1))  # nan without functions
         prompts = [list(request.prompt_ids) for request in requests]
-        return Rollout(of_completion, prompts, sampled, scores, rewards, found["failures"], generations)
+        made = Rollout(of_completion, prompts, sampled, scores, rewards, found["failures"], generations, len(ids), 0)
+        return replace(made, flat_groups=int((made.deviations() == 0).sum()))
 
     def _gather(self, mine: list[Sampled]) -> list[Sampled]:
         """All ranks' completions, in order of rank; ranks of a tensor parallel group have sampled the same."""
@@ -102,49 +103,12 @@ class Sampler:
             "global_step": step,
             "max_steps": self.steps,
             "max_completion_length": self.recipe.rollout.max_completion_length,
+            "soft_punish_cache": self.recipe.rollout.soft_punish_cache,
         }
         token_ids = [s.token_ids for s in sampled]
         if not self.rewards.names:
             return Scores([], 0)
         return self.rewards.score([row["prompt"] for row in rows], completions, token_ids, columns, state)
-
-
-def compute_advantages(
-    rewards: NDArray[np.float64], generations: int, baseline: str, scale: str
-) -> NDArray[np.float64]:
-    """[completions]: by how much each reward is above its baseline; 0 where there is no reward.
-
-    Args:
-        rewards: [completions], those of a prompt one after another; nan: none.
-        generations: Completions of each prompt.
-        baseline, scale: Of `PolicyLoss`, and the recipe's `scale_rewards`.
-    """
-    groups = rewards.reshape(-1, generations)
-    known = ~np.isnan(groups)
-    number = known.sum(1, keepdims=True)
-    total = np.nansum(groups, 1, keepdims=True)
-    if baseline == "others":
-        advantages = groups - (total - groups) / np.maximum(number - 1, 1)
-    elif baseline == "step":
-        advantages = (groups - _mean(rewards)) / (_deviation(rewards) + SMALLEST_DEVIATION)
-    else:
-        advantages = groups - total / np.maximum(number, 1)
-        if scale == "group":
-            advantages = advantages / (np.array([[_deviation(group)] for group in groups]) + SMALLEST_DEVIATION)
-        elif scale == "batch":
-            advantages = advantages / (_deviation(rewards) + SMALLEST_DEVIATION)
-    return np.asarray(np.nan_to_num(advantages.ravel(), nan=0.0), np.float64)
-
-
-def _mean(values: NDArray[np.float64]) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else 0.0
-
-
-def _deviation(values: NDArray[np.float64]) -> float:
-    """Of a sample: divided by its size less 1."""
-    known = values[~np.isnan(values)]
-    return float(known.std(ddof=1)) if len(known) > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +117,10 @@ class Rollouts:
 
     sampler: Sampler
     prompts: StoredBatches
+    # The log-probabilities in training of each micro-batch of a batch; None where the loss does not ask for them before
+    # its own forward.
+    score: Callable[[StepBatch], list[Tensor]] | None = None
+    _held: dict[int, Rollout] = field(default_factory=dict)  # step of prompts -> what is still trained on
 
     def batches(self, from_step: int = 0, record: Record = lambda lines: None) -> Iterator[StepBatch]:
         """The step batches from `from_step` to the end, each sampled when it is asked for. All ranks ask together.
@@ -164,13 +132,89 @@ class Rollouts:
 
     def step_batch(self, step: int, record: Record = lambda lines: None) -> StepBatch:
         """This rank's share of the step, whose completions all ranks have sampled together."""
-        example_ids = np.concatenate(self.prompts.rows_of(step))
-        generations = self.sampler.recipe.rollout.num_generations
-        rollout = self.sampler.roll_out(self.prompts.examples, example_ids, step, generations)
-        if self.sampler.world.is_main:
+        number, iteration = self._place_of(step)
+        if self._is_sampled_at(step):
+            self._held.clear()
+            for first in range(step, self.prompts.steps):
+                of_prompts, again = self._place_of(first)
+                if again or (first > step and self._is_sampled_at(first)):
+                    break
+                self._held[of_prompts] = self._sample(of_prompts, first)
+        rollout = self._held[number]
+        if self.sampler.world.is_main and iteration == 0:
             record(list(self._describe_lines(rollout, step)))
         epoch = (step + 1) / self.prompts.steps_per_epoch
         return replace(make_step_batch(rollout, self.sampler), step=step, epoch=epoch)
+
+    def _is_sampled_at(self, step: int) -> bool:
+        return step % self.sampler.recipe.rollout.updates_per_generation == 0
+
+    def _place_of(self, step: int) -> tuple[int, int]:
+        """(the step of the prompts, how often they have been trained on before) of an optimizer step."""
+        keys = self.sampler.recipe.rollout
+        before, within = divmod(step, keys.updates_per_generation)
+        left = -(-(self.prompts.steps - step + within) // keys.num_iterations)  # at the end there may be fewer
+        iteration, number = divmod(within, min(keys.steps_per_generation, left))
+        return before * keys.steps_per_generation + number, iteration
+
+    def _sample(self, number: int, step: int) -> Rollout:
+        """The completions of the prompts of step `number`; groups without signal are replaced as the recipe says."""
+        recipe, generations = self.sampler.recipe, self.sampler.recipe.rollout.num_generations
+        example_ids, examples = np.concatenate(self.prompts.rows_of(number)), self.prompts.examples
+        rollout = self.sampler.roll_out(examples, example_ids, step, generations)
+        drawn = make_generator(recipe.run.seed, "other prompts", step).permutation(len(examples))
+        others = iter(drawn[~np.isin(drawn, example_ids)])
+        for _ in range(1, recipe.rollout.max_num_gen_batches):
+            ids = np.fromiter(islice(others, int((rollout.deviations() == 0).sum())), np.int64)
+            if not len(ids):
+                break
+            more = self.sampler.roll_out(examples, ids, step, generations, first_place=rollout.sampled_groups)
+            rollout = rollout.join(more)
+            rollout = rollout.select(np.argsort(rollout.deviations() == 0, kind="stable")[: len(example_ids)])
+        if recipe.rollout.max_num_gen_batches > 1 and (rollout.deviations() > 0).any():
+            rollout = rollout.select((rollout.deviations() > 0).nonzero()[0])
+        return rollout if self.score is None else replace(rollout, old=self._score(self.score, rollout))
+
+    def _score(self, score: Callable[[StepBatch], list[Tensor]], rollout: Rollout) -> list[list[float]]:
+        """[completions][trained tokens]: their log-probabilities in training, on every rank."""
+        batch = _pack(rollout, self.sampler)
+        mine = []
+        for micro_batch, values in zip(batch.micro_batches, score(batch), strict=True):
+            has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
+            of = micro_batch.with_documents().trained_documents
+            assert of is not None
+            mine += [[i, values[has_label & (of == place)].tolist()] for place, i in enumerate(micro_batch.example_ids)]
+        found = {i: values for rank in self.sampler.world.gather(mine) for i, values in rank}
+        return [found[i] for i in range(len(rollout.sampled))]
+
+    def describe_files(self, step: int) -> dict[str, bytes]:
+        """The files of a checkpoint after `step` steps: the rollouts that later steps are still to train on."""
+        if self._is_sampled_at(step) or step >= self.prompts.steps:
+            return {}
+        lines = (
+            json.dumps(line | {"prompts_step": number}) + "\n"
+            for number, each in self._held.items()
+            for line in each.describe_lines(self.sampler.tokenizer)
+        )
+        return {ROLLOUTS: "".join(lines).encode()}
+
+    def resume(self, checkpoint: Path, step: int) -> None:
+        """Takes the rollouts of a verified checkpoint of `step` steps. Raises `UserError` where it lacks them."""
+        self._held.clear()
+        if self._is_sampled_at(step) or step >= self.prompts.steps:
+            return
+        path = checkpoint / ROLLOUTS
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for line in lines:
+            by_step.setdefault(line["prompts_step"], []).append(line)
+        self._held.update({number: Rollout.of_lines(of_step) for number, of_step in by_step.items()})
+        if self._place_of(step)[0] not in self._held:
+            every = self.sampler.recipe.rollout.updates_per_generation
+            raise UserError(
+                f"{checkpoint}: holds no completions for step {step + 1}, which trains on what step "
+                f"{step // every * every + 1} sampled; set num_iterations and steps_per_generation as they were"
+            )
 
     def _describe_lines(self, rollout: Rollout, step: int) -> Iterator[dict[str, Any]]:
         """A line of completions.jsonl for each completion of the first prompts; `step` is 0-based."""
@@ -192,6 +236,13 @@ class Rollouts:
 
 def make_step_batch(rollout: Rollout, sampler: Sampler) -> StepBatch:
     """This rank's share of the completions, packed and dealt like other rows."""
+    batch, columns = _pack(rollout, sampler), _describe(rollout, sampler.recipe)
+    micro_batches = tuple(_attach(each, rollout, columns) for each in batch.micro_batches)
+    return replace(batch, micro_batches=micro_batches)
+
+
+def _pack(rollout: Rollout, sampler: Sampler) -> StepBatch:
+    """As `make_step_batch`, of the tokens alone; `example_ids` are places in the rollout."""
     recipe, data_rank = sampler.recipe, sampler.world.data_parallel
     masks = recipe.rollout.mask_truncated_completions
     learned = [not (masks and each.ended is Ended.CUT) for each in rollout.sampled]
@@ -204,10 +255,7 @@ def make_step_batch(rollout: Rollout, sampler: Sampler) -> StepBatch:
         global_batch_size=len(examples),
     )
     size = recipe.batch.per_device_train_batch_size
-    batch = make_batches(examples, config, data_rank, size, sampler.tokenizer).step_batch(0)
-    columns = _describe(rollout, recipe)
-    micro_batches = tuple(_attach(each, rollout, columns) for each in batch.micro_batches)
-    return replace(batch, micro_batches=micro_batches)
+    return make_batches(examples, config, data_rank, size, sampler.tokenizer).step_batch(0)
 
 
 def _as_tokens(rollout: Rollout, learned: Sequence[bool]) -> Tokens:
@@ -237,41 +285,38 @@ def _as_tokens(rollout: Rollout, learned: Sequence[bool]) -> Tokens:
     )
 
 
-def find_advantages(rollout: Rollout, recipe: Recipe) -> NDArray[np.float64]:
-    """[completions]: their advantages under the recipe's loss."""
-    baseline = POLICY_LOSSES[recipe.method.loss_type].baseline
-    return compute_advantages(rollout.rewards, rollout.generations, baseline, recipe.rollout.scale_rewards)
-
-
 def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
     """[completions] or [completions, functions]: what the loss and the metrics read of each completion."""
-    deviations = [_deviation(group) for group in rollout.rewards.reshape(-1, rollout.generations)]
-    deviation = np.repeat(deviations, rollout.generations)
+    count = len(rollout.sampled)
     columns = {
         "advantages": find_advantages(rollout, recipe),
         "rewards": rollout.rewards,
         "scores": rollout.scores,
-        "deviations": deviation,
-        "is_flat": deviation == 0,
+        "deviations": np.repeat(rollout.deviations(), rollout.generations),
+        "flat": [rollout.flat_groups / rollout.sampled_groups] * count,
+        "groups": [rollout.sampled_groups] * count,
         "tokens": [len(each.token_ids) for each in rollout.sampled],
         "entropies": [each.entropy for each in rollout.sampled],
         "is_cut": [each.ended is Ended.CUT for each in rollout.sampled],
-        "failed": [rollout.failures / len(rollout.sampled)] * len(rollout.sampled),
+        "failed": [rollout.failures / (rollout.sampled_groups * rollout.generations)] * count,
     }
     return {name: np.asarray(values, np.float32) for name, values in columns.items()}
 
 
 def _attach(micro_batch: MicroBatch, rollout: Rollout, columns: dict[str, NDArray[np.float32]]) -> MicroBatch:
-    """The micro-batch with the sampler's log-probability at each trained position, and `columns` of its documents."""
+    """The micro-batch with the sampler's log-probability at each trained position, that in training where it is known,
+    and `columns` of its documents."""
     micro_batch, ids = micro_batch.with_documents(), list(micro_batch.example_ids)
-    flat = torch.zeros(micro_batch.labels.numel())
-    width, start = micro_batch.labels.shape[1], 0
-    for place, example_id in enumerate(ids):
-        first = start + len(rollout.prompts[example_id]) - 1
-        values = rollout.sampled[example_id].log_probabilities
-        flat[first : first + len(values)] = torch.tensor(values)
-        start = start + micro_batch.document_lengths[place] if micro_batch.cu_seq_lens is not None else start + width
-    tensors: dict[str, Tensor] = {"old": flat[micro_batch.trained_positions]}
+    of_tokens = {"sampled": [each.log_probabilities for each in rollout.sampled], "old": rollout.old}
+    tensors: dict[str, Tensor] = {}
+    for name, values in ((name, values) for name, values in of_tokens.items() if values):
+        flat = torch.zeros(micro_batch.labels.numel())
+        width, start = micro_batch.labels.shape[1], 0
+        for place, example_id in enumerate(ids):
+            first = start + len(rollout.prompts[example_id]) - 1
+            flat[first : first + len(values[example_id])] = torch.tensor(values[example_id])
+            start += micro_batch.document_lengths[place] if micro_batch.cu_seq_lens is not None else width
+        tensors[name] = flat[micro_batch.trained_positions]
     tensors |= {name: torch.from_numpy(values[ids]) for name, values in columns.items()}
     of_prompts = tuple(rollout.example_ids[ids].tolist())
     return replace(micro_batch, rollout=tensors, example_ids=of_prompts)

@@ -48,6 +48,19 @@ def leaves_room(completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_
     return [1 - len(ids) / trainer_state.max_completion_length for ids in completion_ids]
 
 
+def punishes_overlong(completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any) -> list[float]:
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13).
+
+    >>> from types import SimpleNamespace
+    >>> state = SimpleNamespace(max_completion_length=100, soft_punish_cache=20)
+    >>> punishes_overlong([[1] * 80, [1] * 90, [1] * 100], state)
+    [0.0, -0.5, -1.0]
+    """
+    cache = trainer_state.soft_punish_cache
+    soft = trainer_state.max_completion_length - cache
+    return [max(-1.0, min(0.0, (soft - len(ids)) / cache)) for ids in completion_ids]
+
+
 def _last_number(text: str) -> float | None:
     numbers = NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
@@ -58,4 +71,5 @@ FUNCTIONS: Mapping[str, Callable[..., list[float]]] = {
     "number": has_number,
     "format": has_format,
     "length": leaves_room,
+    "soft_overlong_punishment": punishes_overlong,
 }

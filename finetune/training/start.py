@@ -134,7 +134,7 @@ def start_run(
         optimizer=optimizer,
         objectives=objectives,
         schedule=recipe.optimization.schedule(data.train.steps),
-        saver=Saver(folder, model, optimizer, world, recipe, tokenizer, inputs),
+        saver=Saver(folder, model, optimizer, world, recipe, tokenizer, inputs, objectives.training.describe_files),
         log=log,
         results={progress.step: results},
         inputs=inputs,

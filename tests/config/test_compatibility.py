@@ -371,6 +371,21 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     ["method=on_policy_distill", "teacher_model_name_or_path=T", "rewards=[]", "eval_split_size=2"],
                     "held-out prompts are answered and rewarded, but there are no rewards; set rewards",
                 ),
+                (
+                    ["importance_sampling_correction=token_mask", "loss_type=rloo"],
+                    "which has one ratio for a completion; set sequence_mask",
+                ),
+                (
+                    ["importance_sampling_correction=token_mask", "importance_sampling_clip_min=4"],
+                    "importance_sampling_clip_min: 4.0 is not below importance_sampling_clip_max: 3.0; lower it",
+                ),
+                (["importance_sampling_clip_max=2"], "have no effect without a correction; set importance_sampling_co"),
+                (["soft_punish_cache=4"], "the reward soft_overlong_punishment and soft_punish_cache go together"),
+                (["rewards=[soft_overlong_punishment]"], "and soft_punish_cache go together"),
+                (
+                    ["max_num_gen_batches=3", "loss_type=reinforce++"],
+                    "max_num_gen_batches drops groups whose rewards are all alike, from which reinforce++ still teaches",
+                ),
                 (["top_p=0.9"], "top_p: no such key: completions are sampled from all of the vocabulary"),
             ]
         ),

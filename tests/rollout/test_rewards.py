@@ -1,6 +1,7 @@
 """Rewards in their own process: what functions get and may return, and what is said of one that raises, hangs or lies."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ def test_functions_get_what_trl_gives_and_only_what_they_take(tmp_path: Path) ->
     found = ask(tmp_path, "by_column", "without_columns", "awaited", "exact_answer", "length")
     assert found.by_function == [[11, 12, 19], [1, 1, 3], [0.5, None, 0.5], [1, 0, 1], [0.75, 0.75, 0.25]]
     assert found.failures == 0
+
+
+@pytest.mark.slow  # TRL's own function
+def test_overlong_completions_are_punished_as_by_trl() -> None:
+    other_rewards = pytest.importorskip("trl.rewards")
+    theirs = other_rewards.get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache=7)
+    state = SimpleNamespace(max_completion_length=30, soft_punish_cache=7)
+    ids = [[1] * n for n in range(1, 31)]
+    assert FUNCTIONS["soft_overlong_punishment"](ids, trainer_state=state) == pytest.approx(theirs(completion_ids=ids))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""A run that SIGKILL ends at a named place of its second step: `killed_while_sampling.py PLACE RECIPE CONFIG [KEY=VALUE ...]`.
+"""A run whose first rank SIGKILL ends at a named place: `killed_while_sampling.py PLACE,CALLS RECIPE CONFIG [KEY=VALUE ...]`.
 
-PLACE: sampling (between two tokens), rewards (while the process of the rewards computes), step (before the update), save (when
+CALLS: of what is done there, until the one that dies. PLACE: sampling (between two tokens), rewards (while the process of the rewards computes), step (before the update), save (when
 the checkpoint of that step is about to get its name), nowhere.
 """
 
@@ -16,8 +16,6 @@ from finetune.errors import exit_code
 from finetune.rollout import embedded, rewards
 from finetune.run import fine_tune
 from finetune.training import step as training_step
-
-CALLS = {"sampling": 16, "rewards": 3, "step": 2, "save": 2}  # of the function below, until the one that dies
 
 
 def die_in(module: Any, name: str, calls: int) -> None:
@@ -36,15 +34,16 @@ def die_in(module: Any, name: str, calls: int) -> None:
 
 def main() -> None:
     """Trains until it is killed."""
-    place, recipe, config, *overrides = sys.argv[1:]
+    dies, recipe, config, *overrides = sys.argv[1:]
+    place, calls = dies.split(",")
     places = {
         "sampling": (embedded, "draw_tokens"),
         "rewards": (rewards, "_read_line"),  # the answer is awaited
         "step": (training_step, "clip_gradients"),
         "save": (save, "publish"),
     }
-    if place in places:
-        die_in(*places[place], CALLS[place])
+    if place in places and os.environ.get("RANK", "0") == "0":
+        die_in(*places[place], int(calls))
     fine_tune(read_recipe(recipe, overrides), read_sharding(config, None, os.environ))
 
 

@@ -24,6 +24,20 @@ def advantages(rewards: Sequence[float], size: int, loss_type: str, scale: str) 
     return found
 
 
+def corrections(
+    kind: str, trained: Sequence[Tensor], sampled: Sequence[Tensor], *, low: float, high: float
+) -> list[Tensor]:
+    """Of each completion's tokens, or one number: truncated (TIS, Yao et al. 2025) or masked (MIS, Liu et al. 2025)."""
+    found = []
+    for t, s in zip(trained, sampled, strict=True):
+        ratio = (t.sum() - s.sum()).exp()[None] if kind.startswith("sequence") else (t - s).exp()
+        if kind.endswith("mask"):
+            found.append(torch.tensor([r if low <= r <= high else 0.0 for r in ratio.tolist()], dtype=ratio.dtype))
+        else:
+            found.append(torch.tensor([max(low, min(r, high)) for r in ratio.tolist()], dtype=ratio.dtype))
+    return found
+
+
 def paper(
     loss_type: str,
     new: Sequence[Tensor],
@@ -34,8 +48,9 @@ def paper(
     high: float,
     budget: int,
     level: str = "token",
+    weights: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """The loss of a step, from the log-probabilities of each completion's tokens under both policies."""
+    """The loss of a step, from the log-probabilities of each completion's tokens under both policies, times `weights`."""
 
     def clipped(ratio: Tensor, a: float) -> Tensor:
         return torch.min(ratio * a, torch.clamp(ratio, 1 - low, 1 + high) * a)
@@ -51,6 +66,8 @@ def paper(
             terms.append(clipped((n - o).sum().exp(), a)[None])
         else:
             terms.append(clipped(ratio, a))
+    if weights is not None:
+        terms = [each * weight for each, weight in zip(terms, weights, strict=True)]
     tokens = sum(len(each) for each in new)
     if loss_type == "grpo":  # eq. 3
         return -sum((each.mean() for each in terms), torch.zeros(())) / len(terms)

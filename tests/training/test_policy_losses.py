@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from finetune.config.reader import read_recipe
 from finetune.config.rollouts import POLICY_LOSSES
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.rollout.collect import compute_advantages
+from finetune.rollout.completions import compute_advantages
 from finetune.training.objectives.policy import PolicyObjective
 from tests.training import online_papers
 
@@ -57,7 +57,7 @@ def make_micro_batch(lengths: list[int], old: Tensor, advantages: Tensor) -> Mic
     padded[labels >= 0] = old
     count = len(lengths)
     ones = torch.ones(count)
-    names = ("rewards", "deviations", "is_flat", "tokens", "entropies", "is_cut", "failed")
+    names = ("rewards", "deviations", "flat", "groups", "tokens", "entropies", "is_cut", "failed")
     return MicroBatch(
         input_ids=labels[None],
         labels=labels[None],
@@ -67,7 +67,7 @@ def make_micro_batch(lengths: list[int], old: Tensor, advantages: Tensor) -> Mic
         max_document_length=len(labels),
         example_ids=tuple(range(count)),
         trained_documents=of,
-        rollout={"old": padded, "advantages": advantages, "scores": ones[:, None], **dict.fromkeys(names, ones)},
+        rollout={"sampled": padded, "advantages": advantages, "scores": ones[:, None], **dict.fromkeys(names, ones)},
     )
 
 
@@ -101,6 +101,53 @@ def test_each_loss_and_its_gradient_are_those_of_its_paper(loss: str, level: str
         assert not model.found.grad[micro_batch.labels[0] < 0].any()  # type: ignore[index]
     assert total == pytest.approx(truth.item(), rel=1e-6)  # a step's loss is kept in fp32
     torch.testing.assert_close(torch.cat(gradients), torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9)
+
+
+CORRECTIONS = [
+    *((loss, kind) for loss in ("dapo", "cispo") for kind in ("token_truncate", "token_mask", "sequence_truncate")),
+    ("grpo", "sequence_mask"),
+    ("rloo", "sequence_truncate"),
+]
+
+
+@pytest.mark.parametrize(("loss", "kind"), CORRECTIONS)
+def test_a_correction_weighs_each_loss_by_the_ratio_of_training_to_sampling(loss: str, kind: str) -> None:
+    """After the first update, too: the bounded ratio is then that of the update, and the weight stays what it was."""
+    random = torch.Generator().manual_seed(3)
+    sampled = [-torch.rand(n, generator=random, dtype=torch.float64) * 3 for n in LENGTHS]
+    old, new = (
+        [each + scale * torch.randn(len(each), generator=random, dtype=torch.float64) for each in sampled]
+        for scale in (0.6, 0.7)
+    )
+    bounds = {"low": 0.5, "high": 1.5}
+    own = [f"importance_sampling_correction={kind}"]
+    own += [f"importance_sampling_clip_{name}={bounds[key]}" for key, name in (("low", "min"), ("high", "max"))]
+    objective, recipe = make_objective(loss, "token", "group", "grpo", *own)
+    expected = online_papers.advantages(REWARDS, GENERATIONS, loss, "group")
+    weights = online_papers.corrections(kind, old, sampled, **bounds)
+    assert {0.5, 1.5} & {each for row in weights for each in row.tolist()} or "mask" in kind  # it bites
+    assert "mask" not in kind or 0 in torch.cat(weights)
+
+    leaves = [each.clone().requires_grad_() for each in new]
+    keys = {"low": recipe.rollout.epsilon, "high": recipe.rollout.epsilon_high, "budget": BUDGET, "weights": weights}
+    truth = online_papers.paper(loss, leaves, old, expected, **keys)
+    truth.backward()  # type: ignore[no-untyped-call]
+
+    batch = StepBatch(0, 0.0, (), tokens=99, trained_tokens=sum(LENGTHS), groups=len(LENGTHS))
+    micro_batch = make_micro_batch(LENGTHS, torch.cat(sampled), torch.tensor(expected, dtype=torch.float64))
+    has_label = micro_batch.labels[0] >= 0
+    in_training = torch.zeros(len(has_label), dtype=torch.float64)
+    in_training[has_label] = torch.cat(old)
+    micro_batch = replace(micro_batch, rollout={**(micro_batch.rollout or {}), "old": in_training})
+    model = Given(torch.cat([torch.cat([torch.zeros(1), each]) for each in new]).double())
+    measured = objective.measure(model, micro_batch, {}, batch)
+    value = measured.loss_sum / objective.count(batch)
+    value.backward()
+    assert value.item() == pytest.approx(truth.item(), rel=1e-6)
+    gradient = model.found.grad[has_label]  # type: ignore[index]
+    torch.testing.assert_close(gradient, torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9)
+    share = measured.metrics["importance_sampling/corrected"]
+    assert 0 < share[0] < share[1]
 
 
 @pytest.mark.parametrize("method", ["grpo", "on_policy_distill"])

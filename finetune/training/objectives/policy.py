@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.world import World
 from finetune.models.head.log_probabilities import head_log_probabilities
 from finetune.models.load import Teacher
-from finetune.rollout.collect import Rollout, Rollouts, Sampler
+from finetune.rollout.collect import Rollouts, Sampler
+from finetune.rollout.completions import Rollout
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.rewards import Rewards
 from finetune.training.objectives.preference import mean
 from finetune.training.objectives.sft import Measured, Objective, Objectives
 from finetune.training.reference import adapters_off, evaluating
+
+CORRECTED = ("importance_sampling/ratio", "importance_sampling/corrected")  # its mean, and the share outside the bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,30 @@ def policy_losses(
     return -torch.minimum(ratios * per_token, ratios.clamp(1 - keys.epsilon, 1 + high) * per_token), ratios
 
 
+def correct_sampling(log_ratios: Tensor, completions: Completions, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """(what the losses are multiplied by, the ratios before they were truncated or masked), as many as losses.
+
+    Truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Masked: Liu et
+    al. 2025, "When Speed Kills Stability".
+
+    Args:
+        log_ratios: [positions], of training to sampling, both with the weights that were sampled.
+        completions: Of the positions.
+        recipe: With `importance_sampling_correction` and its bounds.
+    """
+    keys = recipe.rollout
+    level, _, kind = keys.importance_sampling_correction.partition("_")
+    if level == "sequence":
+        log_ratios = completions.sum(log_ratios)
+        if POLICY_LOSSES[recipe.method.loss_type].average != "sums":
+            log_ratios = log_ratios[completions.of]
+    ratios = log_ratios.exp()
+    low, high = keys.importance_sampling_clip_min or 0.0, keys.importance_sampling_clip_max
+    if kind == "truncate":
+        return ratios.clamp(low, high), ratios
+    return torch.where((ratios < low) | (ratios > high), 0.0, ratios), ratios
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyObjective(Objective):
     """The loss of sampled completions, averaged as the recipe's `loss_type` does."""
@@ -102,13 +130,19 @@ class PolicyObjective(Objective):
         assert rollout is not None and of is not None, "completions come with what was sampled"
         is_trained = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
         completions = Completions(of, is_trained, len(micro_batch.example_ids))
-        old, advantages = rollout["old"].double(), rollout["advantages"].double()
-        metrics, maxima = self._describe(found.detach() - old, completions, rollout)
+        sampled, advantages = rollout["sampled"].double(), rollout["advantages"].double()
+        metrics, maxima = self._describe(found.detach() - sampled, completions, rollout)
         if not completions.count:  # a filler: in the graph all the same, since its backward takes part in collectives
             return Measured(found.sum().float() * 0.0, metrics, maxima)
-        of_tokens, divergence = self._compare(theirs, found, old)
+        of_tokens, divergence = self._compare(theirs, found, sampled)
         metrics |= {} if divergence is None else {"kl": mean(divergence.detach(), is_trained)}
+        is_corrected = self.recipe.rollout.importance_sampling_correction != "none"
+        old = rollout["old"].double() if "old" in rollout else found.detach() if is_corrected else sampled
         losses, ratios = policy_losses(found, old, advantages, completions, self.recipe, of_tokens)
+        if is_corrected:
+            weights, raw = correct_sampling(old - sampled, completions, self.recipe)
+            losses, where = losses * weights, is_trained if len(raw) == len(is_trained) else None
+            metrics |= zip(CORRECTED, (mean(raw, where), mean((weights != raw).double(), where)), strict=True)
         if divergence is not None and not self.recipe.method_facts.needs_teacher:
             losses = losses + self.recipe.method.beta * divergence
         average = POLICY_LOSSES[self.recipe.method.loss_type].average
@@ -150,14 +184,14 @@ class PolicyObjective(Objective):
         self, log_ratios: Tensor, completions: Completions, rollout: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Metrics and maxima of a micro-batch: the same names for every one, fillers included."""
-        where = completions.is_trained
+        where, keys = completions.is_trained, self.recipe.rollout
         off = torch.where(where, log_ratios, 0.0).abs()
         known = ~rollout["rewards"].isnan()
         zero = log_ratios.new_zeros(2)
         metrics = {
             "reward": mean(rollout["rewards"].nan_to_num(), known),
             "reward_std": mean(rollout["deviations"]),
-            "frac_reward_zero_std": mean(rollout["is_flat"]),
+            "frac_reward_zero_std": mean(rollout["flat"]),
             "reward_failures": mean(rollout["failed"]),
             "completions/mean_length": mean(rollout["tokens"]),
             "completions/clipped_ratio": mean(rollout["is_cut"]),
@@ -168,6 +202,8 @@ class PolicyObjective(Objective):
             "ratio/mean_square": mean((2 * log_ratios).exp(), where),
             "clip_ratio": zero,
             **({} if self.other is None else {"kl": zero}),
+            **({} if keys.importance_sampling_correction == "none" else dict.fromkeys(CORRECTED, zero)),
+            **({} if keys.max_num_gen_batches == 1 else {"sampled_groups": mean(rollout["groups"])}),
         }
         for number, name in enumerate(self.rollouts.sampler.rewards.names):
             scores = rollout["scores"][:, number]
@@ -178,7 +214,16 @@ class PolicyObjective(Objective):
     def complete(self, means: dict[str, float]) -> dict[str, float]:
         """With the effective sample size, as a share of the tokens: 1 where all ratios are alike."""
         square = means.pop("ratio/mean_square", 0.0)
-        return means | ({"ratio/effective_sample_size": means["ratio/mean"] ** 2 / square} if square else {})
+        share = min(1.0, means["ratio/mean"] ** 2 / square) if square else None  # sums in fp32 may round above 1
+        return means | ({} if share is None else {"ratio/effective_sample_size": share})
+
+    def describe_files(self, step: int) -> Mapping[str, bytes]:
+        """The completions that are still to be trained on."""
+        return self.rollouts.describe_files(step)
+
+    def resume(self, checkpoint: Path, step: int) -> None:
+        """Takes them back."""
+        self.rollouts.resume(checkpoint, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +280,12 @@ def _of_teacher(teacher: Teacher, head: Any, _model: nn.Module, micro_batch: Mic
         return teacher.model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
 
+def _score(model: nn.Module, world: World, head: Any, batch: StepBatch) -> list[Tensor]:
+    with evaluating(model):
+        each = (micro_batch.to(world.device) for micro_batch in batch.micro_batches)
+        return [model(**one.inputs, head_function=head).float().cpu() for one in each]
+
+
 def make_policy_objectives(
     model: nn.Module, recipe: Recipe, data: PreparedData, world: World, teacher: Teacher | None
 ) -> Objectives:
@@ -251,5 +302,8 @@ def make_policy_objectives(
         other = partial(_of_teacher, teacher, head)
     elif recipe.method.beta:
         other = partial(_without_adapters, head)
-    training = PolicyObjective(recipe, Rollouts(sampler, data.train), other, teacher)
+    keys = recipe.rollout
+    is_moved = keys.importance_sampling_correction != "none" and keys.updates_per_generation > 1
+    score = partial(_score, model, world, head) if is_moved else None
+    training = PolicyObjective(recipe, Rollouts(sampler, data.train, score), other, teacher)
     return Objectives(training, HeldOutRewards(sampler, data.evaluation))

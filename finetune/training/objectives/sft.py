@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -86,6 +87,14 @@ class Objective(Protocol):
     def complete(self, means: dict[str, float]) -> dict[str, float]:
         """Adds metrics that follow from the averaged ones."""
         return means
+
+    def describe_files(self, step: int) -> Mapping[str, bytes]:
+        """What the steps after `step` need beside the weights: names in a checkpoint, and their content."""
+        return {}
+
+    def resume(self, checkpoint: Path, step: int) -> None:
+        """Takes what `describe_files` has left in a verified checkpoint of `step` steps. All ranks call it."""
+        return
 
 
 class Objectives(NamedTuple):
