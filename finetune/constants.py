@@ -50,8 +50,7 @@ COMPUTE_DTYPE: Mapping[str, str] = {"no": "float32", "bf16": "bfloat16", "fp16":
 
 @cache
 def read_versions() -> Mapping[str, str]:
-    """The installed version of each of PACKAGES, and of OPTIONAL_PACKAGES where installed, which a run and its
-    checkpoints record. Reading one takes 10 ms."""
+    """The installed version of each of PACKAGES and OPTIONAL_PACKAGES. Reading one takes 10 ms."""
     versions = {name: metadata.version(name) for name in PACKAGES}
     for name in OPTIONAL_PACKAGES:
         with suppress(metadata.PackageNotFoundError):

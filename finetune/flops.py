@@ -66,8 +66,7 @@ def flop_per_token(
 
 
 def fp8_share_of(flop_per_token: float, *, trained: int = 0, frozen: int = 0, weight_gradients: bool = True) -> float:
-    """The share of the FLOP of a token that are multiplied in FP8: by so many `trained` and `frozen` weights, forward
-    and backward. `weight_gradients`: those of the trained ones too.
+    """The share of a token's FLOP that is in FP8: of `trained` and `frozen` weights, forward and backward.
 
     >>> fp8_share_of(12e9, trained=10**9), fp8_share_of(12e9, trained=10**9, weight_gradients=False)
     (0.5, 0.3333333333333333)

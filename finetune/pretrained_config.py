@@ -94,9 +94,7 @@ def _pretrained_config(name: str, model: Model) -> Any:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{name}: is a file; give a folder with config.json and *.safetensors, or a hub name")
     if not folder.is_dir():
-        download_file(
-            name, "config.json", model.model_revision
-        )  # names the reason where it is unreachable; transformers guesses
+        download_file(name, "config.json", model.model_revision)  # says why it fails, where transformers guesses
     try:
         return AutoConfig.from_pretrained(
             name, revision=model.model_revision, trust_remote_code=model.trust_remote_code

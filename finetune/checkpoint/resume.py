@@ -113,8 +113,7 @@ def find_changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], 
 
 
 def refuse_damaged_model(recipe: Recipe) -> None:
-    """Raises `UserError` where the model or its teacher is a checkpoint of a run that does not verify: the weights are
-    read once here, since no checksum is compared while a model is loaded."""
+    """Raises `UserError` if the model or its teacher is a damaged checkpoint; loading compares no checksum."""
     named = {"model_name_or_path": recipe.model, "teacher_model_name_or_path": recipe.teacher}
     for key, model in named.items():
         name = None if model is None else model.model_name_or_path

@@ -83,8 +83,7 @@ def find_problems(
 def find_recipe_problems(
     values: Mapping[str, Any], places: Mapping[str, str], file: str, unusable: Iterable[str]
 ) -> list[Problem]:
-    """The problems in the `values` of a recipe that was just read. Rules that read a key in `unusable`, whose value is
-    already known to be wrong, are skipped."""
+    """The problems in the `values` of a recipe just read. Rules that read an `unusable` key are skipped."""
     sections = {
         name: section(**{each.name: values[each.name] for each in fields(section) if each.name in values})
         for name, section in SECTIONS.items()

@@ -131,9 +131,7 @@ class Sharding:
     use_cpu: bool = False
     num_machines: int = 1
     source: str = PLAIN_LAUNCH
-    translated: tuple[
-        str, ...
-    ] = ()  # lines: what a DeepSpeed file asks for, and what does the same here; what has no effect
+    translated: tuple[str, ...] = ()  # lines: what a DeepSpeed file asks for, and what does the same, or nothing
     asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that a DeepSpeed file gives for it)
     # Keys of the file, without prefixes -> their places.
     places: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

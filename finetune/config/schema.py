@@ -639,8 +639,7 @@ class Recipe:
 
     @property
     def teacher(self) -> Model | None:
-        """A second model to load, frozen: the teacher, or the reference that a method which samples needs where more
-        than new adapters is trained; None where there is none."""
+        """A frozen second model to load: the teacher, or the reference of a method that samples; None without one."""
         if self.method_facts.samples and self.method.beta and self.trains_base and not self.method_facts.needs_teacher:
             dtype: Any = "float32" if self.lora.use_peft else self.model.dtype
             return replace(self.model, dtype=dtype, trainable_modules=(), frozen_modules=())

@@ -312,9 +312,8 @@ def _remove_contradictions(found: Conversion) -> None:
         if not {"eval_steps", "eval_strategy"} & recipe.keys() and recipe.pop(key, None) is not None:
             found.differences.append(f"{key} is dropped: it needs eval_steps here")
     if recipe.get("lr_scheduler_type") == "polynomial" and "min_lr_ratio" not in recipe:
-        recipe["min_lr_ratio"] = 1e-7 / (
-            recipe.get("learning_rate") or recipe_keys()["learning_rate"].default
-        )  # lr_end there
+        rate = recipe.get("learning_rate") or recipe_keys()["learning_rate"].default
+        recipe["min_lr_ratio"] = 1e-7 / rate  # lr_end there
     schedule = SCHEDULES.get(str(recipe.get("lr_scheduler_type")))
     if schedule is not None and not schedule.has_end and recipe.pop("min_lr_ratio", None):
         found.ignored.append("min_lr")  # a rate that does not fall has no use for it

@@ -177,8 +177,7 @@ def report_classes(theirs: Mapping[str, Any], found: Conversion) -> None:
 
 
 def find_images(tool: Tool, theirs: Mapping[str, Any]) -> tuple[str, str | None]:
-    """(the key by which a file trains on images, the model_type of its whole model); none where it is trained on text, or
-    neither a config.json nor the name says the model_type."""
+    """(the key by which a file trains on images, the model_type of its whole model); none if it trains on text."""
     keys = [key for key in IMAGE_KEYS.get(tool, ()) if theirs.get(key) is not None]
     template, components = str(theirs.get("template")), " ".join(find_texts(theirs, "_component_"))
     if tool == "LLaMA-Factory" and (re.search("_vl$|_vl_", template) or "mllm" in str(theirs.get("dataset"))):

@@ -86,8 +86,7 @@ def find_distillation(theirs: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _find_trl_method(theirs: Mapping[str, Any], source: Path) -> str:
-    """TRL's files name no trainer: their keys do, else the name of the file or its folder
-    (recipes/x/orpo/config.yaml)."""
+    """TRL's files name no trainer: their keys do, else the file's or its folder's name (orpo/config.yaml)."""
     if "desirable_weight" in theirs or "undesirable_weight" in theirs:
         return "kto"
     if "simpo" in _losses("TRL", theirs) or "simpo_gamma" in theirs:

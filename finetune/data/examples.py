@@ -22,9 +22,7 @@ class Example:
     """One conversation or text, or a stretch of one, as tokens."""
 
     input_ids: NDArray[np.int32]  # [tokens]
-    labels: NDArray[
-        np.int32
-    ]  # [tokens]: the id to predict at this position, which is the next token's, or IGNORE_INDEX
+    labels: NDArray[np.int32]  # [tokens]: the id to predict at this position, the next token's, or IGNORE_INDEX
 
 
 COLUMNS = ("document", "start", "lengths", "trained")  # of `Examples`, beside the store of each
@@ -51,11 +49,7 @@ class Examples:
         return len(self) // self.group_size
 
     def __getitem__(self, example_id: int) -> Example:
-        store, start, length = (
-            self.stores[self.store[example_id]],
-            int(self.start[example_id]),
-            int(self.lengths[example_id]),
-        )
+        store, start, length = self._store_of(example_id), int(self.start[example_id]), int(self.lengths[example_id])
         return Example(store.input_ids[start : start + length], store.labels[start : start + length])
 
     def take(self, ids: NDArray[np.int64]) -> "Examples":
@@ -93,18 +87,15 @@ class Examples:
 
     def count_images(self, example_id: int) -> int:
         """The images of an example."""
-        store = self.stores[int(self.store[example_id])]
-        return store.count_images(int(self.document[example_id]))
+        return self._store_of(example_id).count_images(int(self.document[example_id]))
 
     def read_images(self, example_id: int) -> list[EncodedImage]:
         """The images of an example, which holds all of its document's."""
-        store = self.stores[int(self.store[example_id])]
-        return store.read_images(int(self.document[example_id]))
+        return self._store_of(example_id).read_images(int(self.document[example_id]))
 
     def read_row(self, example_id: int) -> Any:
         """What rewards read of the row that a prompt comes from."""
-        store = self.stores[int(self.store[example_id])]
-        return store.read_row(int(self.document[example_id]))
+        return self._store_of(example_id).read_row(int(self.document[example_id]))
 
     @property
     def has_images(self) -> bool:
@@ -112,8 +103,10 @@ class Examples:
 
     def where(self, example_id: int) -> str:
         """The file and the line or row that an example comes from: `data/math.jsonl:17`."""
-        store = self.stores[int(self.store[example_id])]
-        return store.where(int(self.document[example_id]))
+        return self._store_of(example_id).where(int(self.document[example_id]))
+
+    def _store_of(self, example_id: int) -> TokenStore:
+        return self.stores[int(self.store[example_id])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +212,7 @@ class Prompt:
 
 
 def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
-    """At most `count` of the examples (of pairs, the chosen sides), each cut where its last trained stretch begins;
-    those that ask nothing are skipped."""
+    """At most `count` examples (chosen sides of pairs) that ask something, cut where the last answer begins."""
     examples = examples.answers()
     prompts: list[Prompt] = []
     for example_id in range(len(examples)):

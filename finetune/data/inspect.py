@@ -335,8 +335,7 @@ def _cut(text: RenderedText, start: int, end: int) -> Pieces:
 
 
 def format_turns(turns: Sequence[ShownTurn], styles: Mapping[str, str]) -> Iterator[str]:
-    """The lines of a row's turns. `styles`: the codes that begin prompt, other, trained, untrained and end them; empty
-    without color, where >> and << stand around what is trained on."""
+    """The lines of a row's turns. `styles`: the codes of prompt, other, trained and untrained; empty: >> and <<."""
     end = styles.get("end", "")
     for turn in turns:
         yield f"  message {turn.message}, asked with:"

@@ -225,8 +225,7 @@ def _parse_call(value: Any, number: int) -> dict[str, Any]:
 
 
 def _parse_part(part: Any, number: int, images: list[Any]) -> str:
-    """The text of one part of a content list (OpenAI's form). An image is IMAGE, and is added to `images`; None where
-    the part does not name it. Raises `BadRow` for other parts."""
+    """The text of one part of a content list; an image is IMAGE, and added to `images`. Raises `BadRow`."""
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image"):

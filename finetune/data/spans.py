@@ -90,8 +90,7 @@ def match_layout(text: str, conversation: Conversation, renderer: Renderer) -> d
 
 @lru_cache(maxsize=1024)
 def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
-    """The layout, from contents that cannot be mistaken; None if the template does not write all of them unchanged, or
-    writes a turn otherwise once another follows."""
+    """The layout, from contents that cannot be mistaken; None if the template changes them or a turn's text."""
     marks = [f"MESSAGE{i}CONTENT" for i in range(len(roles))]
     messages = [{"role": role, "content": f" {mark}\n"} for role, mark in zip(roles, marks, strict=True)]
     between, trims, contents = [], [], []

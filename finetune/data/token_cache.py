@@ -36,8 +36,7 @@ POLL_SECONDS = 0.1
 def open_cached_store(
     source: DatasetSource, data: Data, tokenizer: Any, local_rank: int, seed: int = 0, kind: RowKind = "answers"
 ) -> TokenStore:
-    """The source, or the rows of it that `max_samples` and the seed draw, as tokens, from the cache. Where it is
-    missing or damaged, local rank 0 writes it, the node's others wait.
+    """The source as tokens, from the cache. If missing or damaged, local rank 0 writes it and the others wait.
 
     Raises `UserError` on every rank where the data cannot be read.
     """
@@ -51,8 +50,7 @@ def open_cached_store(
 def open_or_write_store(
     folder: Path, local_rank: int, tokens: Callable[[SourceStats], Iterator[Tokens]], canceled: Event | None = None
 ) -> TokenStore:
-    """The store in `folder`. Local rank 0 writes it from `tokens` where it is missing or damaged; the node's other
-    ranks wait for that, unless `canceled` is set.
+    """The store in `folder`. If missing or damaged, local rank 0 writes it and others wait, unless `canceled`.
 
     Raises `UserError` on every rank where it cannot be written.
     """
@@ -88,8 +86,7 @@ def cache_key(
     seed: int = 0,
     kind: RowKind = "answers",
 ) -> str:
-    """A name for everything that makes the tokens: the rows' content and what is read of them, the tokenizer, the
-    template, the options; and the seed, where it draws the rows."""
+    """A name for everything that makes the tokens: rows, tokenizer, template, options, and the seed that draws."""
     described = {key: value for key, value in asdict(source).items() if key not in ("weight", "max_samples")}
     if source.max_samples is not None:
         described |= {"max_samples": source.max_samples, "seed": seed}

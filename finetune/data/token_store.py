@@ -36,9 +36,7 @@ class Tokens:
     files: NDArray[np.int32]  # [documents]: index into the store's list of files
     rows: NDArray[np.int64]  # [documents]: number of the row in its file, from 1
     hashes: NDArray[np.uint64]  # [documents]: xxh3 of the text, in a group of all its texts, to find duplicates
-    ratings: NDArray[
-        np.int8
-    ]  # [documents]: 1 for a good answer (and its mismatched one), -1 for a bad one, 0 where not rated
+    ratings: NDArray[np.int8]  # [documents]: 1 for a good answer (and its mismatched one), -1 for bad, 0 for unrated
     kept_sizes: NDArray[np.int64]  # [documents]: bytes of `kept_bytes`
     kept_bytes: NDArray[np.uint8]  # of prompts, what rewards read of each row, one after another
     image_counts: NDArray[np.int32]  # [documents]: images

@@ -408,8 +408,7 @@ def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_P
 
 
 def _cut(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
-    """The piece in parts of about LONG_TEXT, cut before white space where the text around has the same tokens apart as
-    together: an encoding takes 150 times its text in memory."""
+    """The piece in parts of about LONG_TEXT, cut where it has the same tokens: encoding takes 150 times its text."""
     text, start, begin = piece.text, 0, LONG_TEXT
     while begin < len(text):
         borders = islice(WORD_END.finditer(text, begin, begin + LONG_TEXT), CUTS_TRIED)

@@ -88,8 +88,7 @@ def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
 
 
 def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
-    """Raises `UserError` where the teacher's own tokenizer has other tokens than `tokenizer`, or cuts a text into
-    others: its probabilities would be those of other tokens."""
+    """Raises `UserError` if the teacher's tokenizer has other tokens than `tokenizer`, or cuts texts otherwise."""
     own = _load_own(teacher)
     ours, theirs = tokenizer.get_vocab(), own.get_vocab()
     different = sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))

@@ -116,8 +116,7 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
 
 
 def _precision(sharding: Sharding) -> Any:
-    """Compute in bf16 (or fp16), reduce gradients in fp32, leave outputs as they are: Accelerate's own policy does
-    all three in bf16, and the loss comes back with three digits."""
+    """Compute in bf16 or fp16, reduce in fp32, keep outputs: Accelerate's policy would round the loss to bf16."""
     if sharding.mixed_precision == "no":
         return None
     dtype = torch.bfloat16 if sharding.mixed_precision == "bf16" else torch.float16

@@ -76,8 +76,7 @@ def shard_as_fsdp1(model: nn.Module, values: "Values", world: World, classes: tu
 
 
 def _mesh(world: World) -> Any:
-    """The mesh is given, not guessed: on CPU torch would take one rank for a node, and HYBRID_SHARD would reduce
-    gradients over the wrong ranks without a word."""
+    """A mesh that is given: on CPU torch would take a rank for a node, and HYBRID_SHARD reduce over wrong ranks."""
     if world.sharding.strategy != "HYBRID_SHARD":
         return init_device_mesh(world.device.type, (world.size,))
     shard = world.local_size

@@ -111,8 +111,7 @@ class World:
 
     @property
     def shard_rank(self) -> int:
-        """This rank's position in its shard group, which ranks that hold the same values share; those of a tensor
-        parallel group, which hold the same norms, share it too."""
+        """This rank's position in its shard group, which ranks of a tensor-parallel group share."""
         return self.sharding.tensor_group_of(self.rank % self.shard_group_size)
 
     @property

@@ -1,5 +1,4 @@
-"""Files that come from outside, read within bounds: JSON, the headers of safetensors files, and a run's
-benchmarks.json. Imports no torch."""
+"""Files from outside, read within bounds: JSON, safetensors headers, benchmarks.json. Imports no torch."""
 
 import errno
 import json

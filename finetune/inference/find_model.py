@@ -15,6 +15,7 @@ from finetune.files.durable import restore_exports, restore_folder
 from finetune.files.hub import download_file
 from finetune.files.run_json import read_json_object
 
+Kind = Literal["model", "adapter", "checkpoint"]
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
 
 
@@ -23,9 +24,7 @@ class ModelReference:
     """A model to load. Returned by `find_model`."""
 
     name: str  # a folder or a hub name, as it is shown
-    kind: Literal[
-        "model", "adapter", "checkpoint"
-    ]  # a Hugging Face folder or hub name, a PEFT folder, or weights to export
+    kind: Kind  # a Hugging Face folder or hub name, a PEFT folder, or weights to export
     revision: str | None = None  # on the hub
     run: Path | None = None  # the folder of the run that made it
     base: str | None = None  # what it was trained from: a folder or hub name
@@ -118,9 +117,7 @@ def _find_model_of_run(run: Path) -> ModelReference:
     return _describe(newest, "checkpoint", run, (f"{run} has no export yet; this is its checkpoint {newest.name}",))
 
 
-def _describe(
-    path: Path, kind: Literal["model", "adapter", "checkpoint"], run: Path | None, notices: tuple[str, ...] = ()
-) -> ModelReference:
+def _describe(path: Path, kind: Kind, run: Path | None, notices: tuple[str, ...] = ()) -> ModelReference:
     """`path` with its base model, which the adapter itself or the run's recipe names."""
     recipe = _read_recipe(run)
     adapter = read_json_object(path / ADAPTER_CONFIG)

@@ -50,8 +50,7 @@ def install_embedding_noise(model: Any, alpha: float) -> None:
 
 
 def make_noise(embedded: Tensor, documents: NoisyDocuments, alpha: float) -> Tensor:
-    """The noise of `documents`, shaped like `embedded` [rows, tokens, hidden]: one after another in a single row, or
-    one in each row; none on padding."""
+    """The noise of `documents`, shaped like `embedded` [rows, tokens, hidden]; none on padding."""
     rows, tokens, hidden = embedded.shape
     noise = torch.zeros(rows, tokens, hidden, dtype=torch.float32, device=embedded.device)
     generator = torch.Generator(embedded.device)

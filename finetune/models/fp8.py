@@ -128,15 +128,13 @@ def _make_config(sharding: Sharding) -> Any:
 
 
 def keep_scales_current(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Where FSDP gathers weights in 8 bits, finds the scales of all of them after each update in one all-reduce; else
-    each weight's would be one of its own, before it is gathered."""
+    """Finds the scales of all weights that FSDP gathers in 8 bits after an update, in one all-reduce."""
     optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
 
 
 @contextmanager
 def without_fp8(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` multiplies in its compute dtype: what a comparison of two forwards needs, since a scale for
-    all tokens together makes each depend on the others."""
+    """Within it, `model` multiplies in its compute dtype: FP8's common scale makes tokens depend on each other."""
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     for layer in layers:
         layer.is_exact = True

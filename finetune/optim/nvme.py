@@ -178,8 +178,7 @@ class StateLayout:
         self.size, self.capacity = sum(by_unit.values()), max(by_unit.values())
 
     def windows(self, file: ScratchFile) -> tuple[StateWindow, ...]:
-        """The windows of `file`, each as large as fits into `capacity`: the bytes of the largest decoder layer, or of
-        the largest parameter outside of one."""
+        """The windows of `file`, each within `capacity`: the largest decoder layer, or parameter outside of one."""
         found: list[StateWindow] = []
         entries: list[ParameterState] = []
         begin = offset = 0

@@ -314,8 +314,7 @@ def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
 
 
 def _find_enough(peak_after: PeakAfter, changes: Sequence[Change], device_bytes: int) -> tuple[Change, ...] | None:
-    """The first of `changes` that fits alone, or together with those before it; of these the ones that turn out to be
-    unnecessary are dropped, the last first."""
+    """The first of `changes` that fits, alone or with those before it, without the ones that are unnecessary."""
     taken: list[Change] = []
     for change in changes:
         if peak_after([change]) <= device_bytes:

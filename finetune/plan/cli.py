@@ -55,8 +55,7 @@ def _read_links(arguments: argparse.Namespace) -> Links:
 
 
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:
-    """Without --num-processes: the product of the mesh's sizes where the file gives them, one rank for a single
-    process, else as many as a node commonly has."""
+    """Without --num-processes: the product of the file's mesh, one rank for a single process, or a usual node."""
     sharding = read_sharding(config, recipe.run.accelerate_config, {})
     if sharding.mesh_sizes is not None:
         return prod(sharding.mesh_sizes.values())

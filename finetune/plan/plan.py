@@ -71,8 +71,7 @@ def make_plan(
     read: tuple[int, int] | None = None,
     links: Links | None = None,
 ) -> Plan:
-    """The plan of a run; `read`: an epoch's tokens and the run's steps, if the data has been read already; `links`:
-    other ones than the assumed device's.
+    """The plan of a run. `read`: an epoch's tokens and the run's steps, if known; `links`: other than the device's.
 
     Raises `UserError` where the model's config.json cannot be read or is not of a known family, and for a run that is
     not supported.

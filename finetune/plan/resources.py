@@ -274,8 +274,7 @@ def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:
 
 
 def _text_share(path: Path, rows: RowKind) -> float:
-    """The share of a file of JSON lines that is text, from its first lines; the rest is keys and punctuation. What is
-    read of a row twice counts twice."""
+    """The share of a JSON Lines file that is text, from its first lines; what is read twice counts twice."""
     if path.suffix != ".jsonl":
         return 1.0
     with path.open("rb") as file:

@@ -232,8 +232,7 @@ class RunSpec:
 
     @property
     def reference(self) -> Literal["adapters off", "stored"] | None:
-        """Where the method's reference comes from: the model without its adapters where new ones alone are trained,
-        else numbers that are computed before training."""
+        """Where the method's reference comes from: the model without its new adapters, or numbers computed before."""
         lora = self.recipe.lora
         if not self.recipe.method_facts.needs_reference:
             return None
@@ -252,8 +251,7 @@ class RunSpec:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank if every row is full, as with packing; padded rows hold at most these.
-        Ranks of a sequence divide them between them."""
+        """Tokens of a micro-batch on one rank if every row is full; ranks of a sequence share them."""
         return self.share_tokens(self.rows)
 
     def share_tokens(self, rows: int) -> int:

@@ -250,8 +250,7 @@ def update_temporaries(spec: RunSpec) -> int:
 
 
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
-    """The updates of the head (with the final norm), of a layer and of the embedding, on the rank that holds the most;
-    a tied head is updated with the embedding."""
+    """The updates of head, layer and embedding on the fullest rank; a tied head goes with the embedding."""
     layers, embedding, tail = (_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
     if spec.architecture.tied:
         embedding, tail = [*embedding, *tail], []

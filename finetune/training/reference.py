@@ -117,8 +117,7 @@ def find_references(
     signals: SignalListener,
     world: World,
 ) -> tuple[Reference, Reference]:
-    """The reference of training, and that of held-out data. `model` still has the weights that training starts with;
-    `inputs`: of `fingerprint_inputs`. All ranks call it."""
+    """The references of training and of held-out data, from `model` as it starts. All ranks call it."""
     trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
     if recipe.lora.adapter_name_or_path is None and all(map(is_adapter, trained)):
         reference = partial(without_adapters, sequence_group=world.sequence_group)

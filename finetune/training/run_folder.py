@@ -86,8 +86,7 @@ def _first_day(recipe_of_run: Path) -> str | None:
 
 
 def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
-    """Writes what is enough to repeat the run. On the main rank, once the run is sure to start: a start that is refused
-    does not change the files of the run before it.
+    """Writes what is enough to repeat the run, on the main rank, once it is sure to start.
 
     Raises `UserError` where it cannot be written.
     """

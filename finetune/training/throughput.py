@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 def peak_flops(device: torch.device, fp8_share: float = 0.0) -> float | None:
-    """The device's dense peak in FLOP per second; None where it is not known (a CPU). `fp8_share`: of the FLOP, what is
-    multiplied in FP8; the rest in bf16."""
+    """The device's dense peak in FLOP per second, `fp8_share` of it in FP8; None if not known (a CPU)."""
     peak = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if peak is None else mix_peaks(peak, fp8_share)
 

@@ -43,9 +43,7 @@ NAME = "packed"
 BOUNDARIES = ("cu_seq_lens", "max_document_length", "packed_lengths", "document_lengths", "image_tokens")
 WHOLE_ROWS = RowDocuments()
 NO_MASK: dict[str, Any] = {}  # an attention_mask for a whole vision-language model, which then makes none of its own
-UNSUPPORTED = (
-    "position_bias",
-)  # arguments that transformers may pass and this attention does not support: learned biases
+UNSUPPORTED = ("position_bias",)  # arguments that transformers may pass and this attention does not take
 
 
 def install_attention(model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None) -> None:

@@ -39,9 +39,7 @@ class RowDocuments:
     lengths: tuple[int, ...] | None = (
         None  # tokens of each, as the host knows them; None: they are read from `boundaries`
     )
-    masks: Mapping[int | None, BlockMask] = field(
-        default_factory=dict
-    )  # by sliding window, for the layers that read one
+    masks: Mapping[int | None, BlockMask] = field(default_factory=dict)  # by sliding window, for layers that read one
     # int64[rows, tokens]: the number of the image that a token is of, or -1; where an image's tokens see each other.
     images: Tensor | None = None
 
@@ -113,9 +111,7 @@ def make_block_mask(first: Tensor) -> BlockMask:
     What torch's create_block_mask finds from all pairs of tokens follows here from the ends of each block.
     """
     tokens = len(first)
-    blocks = max(
-        2, -(-tokens // BLOCK_TOKENS)
-    )  # one block would be a graph of its own: dynamo takes sizes of 1 for constants
+    blocks = max(2, -(-tokens // BLOCK_TOKENS))  # dynamo takes a size of 1 for a constant: a graph of its own
     starts = torch.arange(blocks, device=first.device) * BLOCK_TOKENS
     ends = starts + BLOCK_TOKENS - 1  # the last token in each
     first_of_start, first_of_end = (first[each.clamp(max=tokens - 1)][:, None] for each in (starts, ends))
@@ -273,8 +269,7 @@ def _attend_each_document(
 def _attend_causally(
     query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions, images: Tensor | None = None
 ) -> Tensor:
-    """Causal attention over whole rows, but for the tokens of an image (`RowDocuments.images`), which see each other.
-    query: [rows, heads, tokens, head size] -> the same shape."""
+    """Causal attention over whole rows, but an image's tokens see each other. query: [rows, heads, tokens, size]."""
     tokens = query.shape[2]
     windowed = options.window is not None and options.window < tokens
     if options.is_fusible and not windowed and images is None:
@@ -333,8 +328,7 @@ FLASH_PACKAGES = {
 
 
 def activate_fastest_kernels() -> None:
-    """FlashAttention 3 or 4 where its package is installed and this GPU runs it; else torch's own FlashAttention 2, as
-    for runs that must be deterministic."""
+    """FlashAttention 3 or 4 if installed and run by this GPU; torch's own 2 for deterministic runs, and otherwise."""
     if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
         return
     major, _ = torch.cuda.get_device_capability()

@@ -33,9 +33,7 @@ class VocabularyShard(NamedTuple):
         [tokens] as by `label_log_probabilities`; the same on every rank of the group, which all call it."""
         largest = logits.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
-        own = (
-            (logits - largest.unsqueeze(1)).exp_().sum(1)
-        )  # torch's logsumexp takes another tensor of the logits' size
+        own = (logits - largest.unsqueeze(1)).exp_().sum(1)  # torch's logsumexp takes another tensor of this size
         is_here, rows = self._find(labels, logits)
         of_labels = torch.where(is_here, logits.gather(1, rows.unsqueeze(1)).squeeze(1), 0.0)
         sums = torch.stack([own, of_labels, *([logits.sum(1)] if label_smoothing else [])])
@@ -71,8 +69,7 @@ def find_local_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_type: str) -> int:
-    """Tokens in a chunk of the loss, by the rows of the head that are here. Of a vocabulary that is divided unevenly,
-    by the most that a rank has: the ranks of the group meet in every chunk."""
+    """Tokens in a chunk of the loss, by the head's rows here; by the most of a rank, as all meet in each chunk."""
     rows = weight.shape[0] if shard is None else -(-shard.rows // shard.group.size())
     return loss_chunk_tokens(rows, device_type)
 

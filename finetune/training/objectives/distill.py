@@ -25,10 +25,6 @@ class Distillation(Objective):
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
 
-    def count(self, batch: StepBatch) -> int:
-        """The trained tokens of the step."""
-        return batch.trained_tokens
-
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:

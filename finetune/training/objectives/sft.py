@@ -65,9 +65,9 @@ class Objective(Protocol):
         """
         return self
 
-    @abstractmethod
     def count(self, batch: StepBatch) -> int:
-        """What the step's loss is divided by, over all ranks: its trained tokens, or its pairs."""
+        """What the step's loss is divided by, over all ranks: its trained tokens, unless a method counts pairs."""
+        return batch.trained_tokens
 
     @abstractmethod
     def measure(
@@ -106,10 +106,6 @@ class Objectives(NamedTuple):
 
 class TokenCrossEntropy(Objective):
     """Supervised fine-tuning: the mean cross entropy of the trained tokens."""
-
-    def count(self, batch: StepBatch) -> int:
-        """The trained tokens of the step."""
-        return batch.trained_tokens
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
