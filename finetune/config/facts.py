@@ -8,7 +8,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.families import Family, find_family, read_family_source
-from finetune.config.quantization import name_load_key, quantize_teacher, read_stored_quantization
+from finetune.config.quantization import (
+    name_load_key,
+    quantize_teacher,
+    read_published_form,
+    read_stored_quantization,
+)
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.errors import UserError
 
@@ -76,6 +81,7 @@ class ModelFacts:
     expert_width: int = 0  # intermediate size of an expert
     layer_types: frozenset[str] = frozenset()
     quantization: Quantization | None = None  # how the files are quantized
+    published: str | None = None  # in which form of `PUBLISHED` the files are, which are read as plain numbers
     tokens: int | None = None  # of the tokenizer, with added ones; None: it was not read
     vision: bool = False  # whether it is the language model of a vision-language one
 
@@ -254,6 +260,7 @@ def read_model_facts(
         expert_width=_size(config, "moe_intermediate_size", "intermediate_size"),
         layer_types=frozenset(map(str, config.get("layer_types") or ())),
         quantization=read_stored_quantization(config.get("quantization_config"), name),
+        published=read_published_form(config.get("quantization_config")),
         tokens=tokens,
         vision=vision,
     )

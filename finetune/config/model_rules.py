@@ -14,7 +14,7 @@ from finetune.config.families import (
     read_family_source,
 )
 from finetune.config.module_patterns import is_within
-from finetune.config.quantization import BLOCK, LOAD_KEYS, describe_quantization
+from finetune.config.quantization import BLOCK, LOAD_KEYS, PUBLISHED, describe_quantization
 from finetune.config.schema import Quantization, keys_of
 
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in models of every family
@@ -220,6 +220,12 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: c.model.quantization is not None and not c["use_peft"],
         message="{name}: its weights are stored in {quantization.bits} bits, so they cannot be fine-tuned in full",
         advice="set use_peft: true, or name the unquantized model", fix={"use_peft": True},
+    ),
+    model_rule(
+        "a base that is dequantized", "model_name_or_path", when=lambda c: c.model.published is not None,
+        message=lambda c: f"{c.name}: its weights are stored in {PUBLISHED[c.model.published]}, and dequantized as they "
+        f"are read{'' if c.quantization.bits else '; load_in_4bit: true with use_peft keeps them in 4 bits'}",
+        is_note=True, of_teacher=True,
     ),
     model_rule(
         "another quantization than the stored one", *keys_of(Quantization),

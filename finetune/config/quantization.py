@@ -2,8 +2,10 @@
 torch."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from finetune.config.methods import Method
@@ -14,6 +16,7 @@ from finetune.errors import UserError
 LOAD_KEYS = ("load_in_4bit", "load_in_8bit")
 QLORA: Mapping[str, Any] = {"use_peft": True, "load_in_4bit": True}
 BLOCK = 64  # numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross rows
+CARD_BYTES = 1 << 14  # of a model card, within which its front matter ends
 NESTED_BLOCK = 256  # scales under one scale of their own, with bnb_4bit_use_double_quant
 
 
@@ -102,21 +105,37 @@ def quantize_teacher(method: Method) -> Quantization:
     return quantize_to(4, double=True) if method.teacher_load_in_4bit else Quantization()
 
 
-# What the files of other kinds hold for a weight.
+# What the files of other kinds hold for a weight, by method, or format of compressed-tensors, or modelopt's algorithm.
+PUBLISHED = {  # read as plain numbers (models/quantized/published.py)
+    "mxfp4": "MXFP4 (blocks of 32 numbers in 4 bits, as _blocks and _scales)",
+    "fp8": "FP8 (blocks with a scale each, as weight and weight_scale_inv)",
+}
 FORMS = {
     "gptq": "4-bit groups in int32, as qweight, qzeros and scales",
     "awq": "4-bit groups in int32, as qweight, qzeros and scales",
-    "mxfp4": "blocks of 32 numbers in 4 bits, as _blocks and _scales",
-    "fp8": "FP8 in blocks, as weight and weight_scale_inv",
+    "nvfp4-pack-quantized": "NVFP4, blocks of 16 numbers in 4 bits, as weight_packed, weight_scale and "
+    "weight_global_scale",
+    "NVFP4": "blocks of 16 numbers in 4 bits, as weight, weight_scale and weight_scale_2",
+    "pack-quantized": "groups of integers in int32, as weight_packed and weight_scale",
+    "float-quantized": "FP8 with a scale for each row or tensor, as weight and weight_scale",
+    "int-quantized": "8-bit integers, as weight and weight_scale",
 }
 
 
-def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
-    """How the files of a model are quantized, by the `quantization_config` of its config; None where they are not.
+def read_published_form(settings: Any) -> str | None:
+    """The kind of `PUBLISHED` that a `quantization_config` names; None for every other."""
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else getattr(settings, "quant_method", None)
+    name = str(getattr(method, "value", method))
+    return name if name in PUBLISHED else None
 
-    Raises `UserError` for every kind but that of bitsandbytes.
+
+def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
+    """How the files of a model are kept quantized, by the `quantization_config` of its config; None where they are not,
+    or are of a kind that is read as plain numbers.
+
+    Raises `UserError` for every other kind but that of bitsandbytes.
     """
-    if settings is None:
+    if settings is None or read_published_form(settings) is not None:
         return None
     settings = settings.to_dict() if hasattr(settings, "to_dict") else settings
     if not isinstance(settings, dict):
@@ -124,13 +143,22 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
     method = str(settings.get("quant_method") or "")
     in_4_bits, in_8_bits = settings.get("load_in_4bit") is True, settings.get("load_in_8bit") is True
     if method not in ("", "bitsandbytes", "QuantizationMethod.BITS_AND_BYTES") or in_4_bits == in_8_bits:
-        form = f": {FORMS[method]}" if method in FORMS else ""
+        kinds = [str(kind) for kind in (settings.get("format"), settings.get("quant_algo"), method) if kind]
+        form = next((f": {FORMS[kind]}" for kind in kinds if kind in FORMS), "")
         raise UserError(
             f"{name}: its weights are quantized ({method or 'quantization_config'}{form}), and only those of "
-            "bitsandbytes can be trained on; name the unquantized model (the BF16 files that these were made from), "
+            f"bitsandbytes, in FP8 blocks and in MXFP4 are read; name the unquantized model ({_find_unquantized(name)}), "
             "and set use_peft and load_in_4bit: true to keep it in 4 bits"
         )
     if in_8_bits:
         return quantize_to(8)
     quant_type = "nf4" if settings.get("bnb_4bit_quant_type") == "nf4" else "fp4"
     return quantize_to(4, quant_type, settings.get("bnb_4bit_use_double_quant") is True)
+
+
+def _find_unquantized(name: str) -> str:
+    """What a quantized model was made from, as the card in its folder says."""
+    card = Path(name) / "README.md"
+    text = card.read_text("utf-8", "replace")[:CARD_BYTES] if card.is_file() else ""
+    found = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
+    return f"{found[1]}, by its model card" if found else "the BF16 files that these were made from"

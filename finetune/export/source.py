@@ -30,6 +30,7 @@ from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_folder
 from finetune.models.lora import peft_name
 from finetune.models.quantized.base import StoredQuantized, split_quantized
+from finetune.models.quantized.published import dequantize_published
 from finetune.terminal import progress_bar
 
 FSDP_FOLDER = "pytorch_model_fsdp_0"  # of accelerator.save_state, sharded
@@ -207,7 +208,7 @@ def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
         if (folder / torch_files.METADATA).exists():
             return torch_files.read_dcp_folder(folder), True
     if any(path.glob("*.safetensors")):
-        return read_folder(path), False
+        return dequantize_published(read_folder(path), path), False
     files = [path / name for name in TORCH_FILES if (path / name).exists()][:1] or sorted(path.glob(TORCH_SHARDS))
     if files:
         return torch_files.read_torch_files(files), True

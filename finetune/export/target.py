@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from finetune.config.quantization import read_published_form
 from finetune.constants import CONFIG_FILE
 from finetune.distributed.language_model import text_names
 from finetune.errors import UserError
@@ -94,6 +95,8 @@ def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetM
             f"{path}: auto_map: this model has code of its own ({config_json.get('model_type')}); read it, then "
             "allow it with --trust-remote-code"
         )
+    if read_published_form(config_json.get("quantization_config")) is not None:  # of a base, which is read dequantized
+        del config_json["quantization_config"]
     if "quantization_config" in config_json:
         raise UserError(
             f"{path}: quantization_config: quantized weights cannot be exported; name the unquantized model"

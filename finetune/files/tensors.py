@@ -56,6 +56,8 @@ DIMENSIONS_LIMIT = 16
 NAME_LIMIT = 500
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) in each dimension
+Slices = tuple[slice, ...]
+ReadSlice = Callable[[Slices], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,23 @@ class StoredPart:
     @property
     def box(self) -> Box:
         return tuple((start, start + length) for start, length in zip(self.offsets, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedPart(StoredPart):
+    """A box of a tensor that is computed from what the files hold. Its position says nothing."""
+
+    read: ReadSlice  # slices of the tensor that is computed
+    begin: tuple[int, ...]  # of the box's first element in that tensor
+    axes: tuple[int | None, ...]  # for each dimension of the box, that tensor's; None: added, of size 1
+
+    def read_box(self, inside: Box) -> torch.Tensor:
+        """The elements `inside` of the box."""
+        bounds = [slice(start, start + 1) for start in self.begin]
+        for axis, (start, stop) in zip(self.axes, inside, strict=True):
+            if axis is not None:
+                bounds[axis] = slice(self.begin[axis] + start, self.begin[axis] + stop)
+        return self.read(tuple(bounds)).reshape([stop - start for start, stop in inside])
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +171,9 @@ def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> torch.Tensor:
 
 
 def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: torch.Tensor) -> None:
+    if isinstance(part, ComputedPart):
+        result.copy_(part.read_box(inside))
+        return
     try:
         descriptor = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
         try:

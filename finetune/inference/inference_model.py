@@ -13,7 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from finetune.checkpoint.manifest import find_checkpoint_of
-from finetune.config.quantization import describe_quantization
+from finetune.config.quantization import describe_quantization, read_published_form
 from finetune.config.row_formats import RENDERINGS
 from finetune.config.schema import Model
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
@@ -175,8 +175,11 @@ def _load_pretrained(name: str, revision: str | None, options: LoadOptions) -> A
 
     keys = {"trust_remote_code": options.trust_remote_code, **({"revision": revision} if revision else {})}
     with _one_sentence(name, "its weights", revision):
-        auto_class = auto_class_of(AutoConfig.from_pretrained(name, **keys))
-        return auto_class.from_pretrained(name, **_placement(), **keys)
+        config: Any = AutoConfig.from_pretrained(name, **keys)
+        if read_published_form(getattr(config, "quantization_config", None)) is not None:
+            config.quantization_config["dequantize"] = True  # as the training read it, on every device
+            keys["config"] = config
+        return auto_class_of(config).from_pretrained(name, **_placement(), **keys)
 
 
 def _placement() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from finetune.distributed.parallelize import Values, tied_names
 from finetune.errors import UserError
-from finetune.files.tensors import StoredPart, StoredTensor, read_slice
+from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
 from finetune.models.embedding import find_grown, grown_reader, grown_shape
 from finetune.models.lora import base_name, seed_of
 from finetune.pretrained_config import Vocabulary, text_config_of
@@ -204,10 +204,13 @@ def _as_stored(name: str, box: Box, stored: Mapping[str, StoredTensor]) -> Store
 def _stored_parts(part: Part, tensor: StoredTensor) -> list[StoredPart]:
     """Where the elements of `part` lie on disk."""
     wanted = [(cut.start, cut.stop) for cut in _source_slices(part)]
-    found = []
+    found: list[StoredPart] = []
     for held in tensor.parts:
         cuts = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held.box, strict=True)]
         if any(start >= stop for start, stop in cuts):
+            continue
+        if isinstance(held, ComputedPart):  # a whole tensor, read by any slices
+            found.append(replace(held, offsets=part.offsets, shape=part.shape, begin=part.begin, axes=part.axes))
             continue
         if cuts[1:] != list(held.box[1:]):
             raise UnsupportedConversion("a cut through the rows of a tensor")

@@ -4,6 +4,7 @@ bytes."""
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal, NotRequired
 
 import torch
@@ -38,6 +39,7 @@ from finetune.models.quantized.linear import (
     quantize_blocks,
     quantize_tensor,
 )
+from finetune.models.quantized.published import dequantize_published
 
 # What the files hold beside a quantized weight, by the end of its name.
 STATE = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")  # JSON as bytes
@@ -97,10 +99,12 @@ def split_quantized(
     stored: Mapping[str, StoredTensor], where: str
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
     """(every weight under its name and with its own shape, the quantized ones of them) of the tensors in a folder.
+    Those in FP8 or MXFP4 are plain weights, dequantized as they are read.
 
     Raises `UserError` where a weight is quantized with values or block sizes that bitsandbytes does not have.
     """
     quantized: dict[str, StoredQuantized] = {}
+    stored = dequantize_published(stored, Path(where))
     for name in stored:
         for end in STATE:
             if name.endswith(end):
