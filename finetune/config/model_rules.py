@@ -223,8 +223,8 @@ RULES: tuple[Rule, ...] = (
     ),
     model_rule(
         "a base that is dequantized", "model_name_or_path", when=lambda c: c.model.published is not None,
-        message=lambda c: f"{c.name}: its weights are stored in {PUBLISHED[c.model.published]}, and dequantized as they "
-        f"are read{'' if c.quantization.bits else '; load_in_4bit: true with use_peft keeps them in 4 bits'}",
+        message=lambda c: f"{c.name}: its weights are stored in {PUBLISHED[c.model.published]}, and dequantized as "
+        f"they are read{'' if c.quantization.bits else '; load_in_4bit: true with use_peft keeps them in 4 bits'}",
         is_note=True, of_teacher=True,
     ),
     model_rule(

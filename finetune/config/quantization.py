@@ -147,8 +147,8 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
         form = next((f": {FORMS[kind]}" for kind in kinds if kind in FORMS), "")
         raise UserError(
             f"{name}: its weights are quantized ({method or 'quantization_config'}{form}), and only those of "
-            f"bitsandbytes, in FP8 blocks and in MXFP4 are read; name the unquantized model ({_find_unquantized(name)}), "
-            "and set use_peft and load_in_4bit: true to keep it in 4 bits"
+            "bitsandbytes, in FP8 blocks and in MXFP4 are read; name the unquantized model "
+            f"({_find_unquantized(name)}), and set use_peft and load_in_4bit: true to keep it in 4 bits"
         )
     if in_8_bits:
         return quantize_to(8)
