@@ -61,10 +61,11 @@ def test_a_base_stored_by_bitsandbytes_is_adopted_and_any_other_stays_as_asked()
     assert adopted(None, double) == double
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4", "compressed-tensors", "hqq", "torchao"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "hqq", "torchao"])
 def test_other_formats_are_refused_with_what_to_do(method: str) -> None:
     sentence = (
-        rf"its weights are quantized \({method}(: .*)?\), and only those of bitsandbytes can be trained on; name the unquantized model "
+        rf"its weights are quantized \({method}(: .*)?\), and only those of bitsandbytes, in FP8 blocks and in MXFP4 "
+        r"are read; name the unquantized model "
         r"\(the BF16 files that these were made from\), and set use_peft and load_in_4bit: true to keep it in 4 bits"
     )
     with pytest.raises(UserError, match=sentence):
