@@ -50,7 +50,7 @@ def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int]
     grid = scales.shape[-2:] if math.prod(scales.shape) > 1 else (1, 1)
     if grid == (1, 1):
         height, width = rows, columns
-    else:  # the last block of a row or column may be short, where transformers cannot tell its size
+    else:  # the last block of a row or column may be short; transformers misreads its size
         fits = grid == (-(-rows // sizes[0]), -(-columns // sizes[1]))
         height, width = sizes if fits else (rows // max(1, grid[0]), columns // max(1, grid[1]))
     if (-(-rows // max(1, height)), -(-columns // max(1, width))) != grid or len(weight.shape) < 2:
