@@ -1,4 +1,4 @@
-"""The ranks of a run: joining the process group, what this rank is in it, and Accelerate set up for the layout."""
+"""The ranks of a run: joining them, what this rank is, and Accelerate, kernels and compiler set up for the layout."""
 
 import ctypes
 import faulthandler
@@ -22,6 +22,7 @@ from finetune.constants import count_cores
 from finetune.distributed.accelerator import make_accelerator, make_sequence_group
 from finetune.distributed.collective import DataParallelRank, gather_json
 from finetune.errors import EXIT_FAULT, SECONDS_FOR_CAUSE, UserError
+from finetune.files.hub import find_cache
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -348,3 +349,37 @@ def set_timeouts(timeout: timedelta) -> None:
     """Sets the timeout of every process group of this rank: those of a device mesh have torch's 30 minutes."""
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+# Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the
+# default of 8: one for each kind of layer, with and without gradients, and for a batch of one row.
+RECOMPILE_LIMIT = 64
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def configure_compiler() -> None:
+    """Sets torch's compiler up for packed rows, which differ in length. Call it before `torch.compile`."""
+    _keep_compiled()
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    # Else sizes that are equal in the first batch (tokens and hidden size, tokens and the longest document) become one
+    # symbol.
+    torch.fx.experimental._config.use_duck_shape = False
+    # Epsilons and scales as constants at once: as symbols they become constants after a whole compile, which then
+    # starts over.
+    torch._dynamo.config.specialize_float = True
+
+
+def _keep_compiled() -> None:
+    """Makes torch keep what it compiles where it outlives a reboot, for the next start. Its own folder is in /tmp.
+
+    Where that cannot be written, or the user has set a folder, all stays as it is.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # torch sets the variable to its own folder when its compiler is imported, which another library may have done.
+    if os.environ.get(CACHE_VARIABLE) not in (None, os.path.abspath(default_cache_dir())):  # noqa: PTH100
+        return
+    folder = find_cache("compiled")
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ[CACHE_VARIABLE] = str(folder)

@@ -30,8 +30,7 @@ from finetune.inference.prompts import check_utf8, make_prompt, read_piped_promp
 from finetune.plan.table import align_columns
 
 if TYPE_CHECKING:
-    from finetune.inference.answers import AnswerOptions
-    from finetune.inference.conversation import Speaker
+    from finetune.inference.conversation import AnswerOptions, Speaker
 
 
 def chat_command(options: argparse.Namespace) -> int:
@@ -43,7 +42,7 @@ def chat_command(options: argparse.Namespace) -> int:
     if not prompts and options.json:
         raise UserError("--json: for scripts; give prompts with --prompt, --prompts or a pipe")
 
-    from finetune.inference.answers import AnswerOptions
+    from finetune.inference.conversation import AnswerOptions
 
     sampling = AnswerOptions(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p
@@ -261,8 +260,7 @@ def _answer_all(
     speakers: "Sequence[Speaker]", prompts: Sequence[Conversation], sampling: "AnswerOptions", *, as_json: bool
 ) -> int:
     """Prints the answers to every prompt, under labels unless there is one prompt and one model."""
-    from finetune.inference.answers import answer
-    from finetune.inference.conversation import write_piece
+    from finetune.inference.conversation import answer, write_piece
 
     code = 0
     for number, prompt in enumerate(prompts):

@@ -1,18 +1,216 @@
-"""A conversation in the terminal: lines typed by a person, answers as they are made, of one model or of two."""
+"""A model's answers, made by transformers' `generate` piece by piece, and conversations in the terminal."""
 
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
+from types import FrameType
 from typing import Any
 
-from finetune.data.messages import Message
+import torch
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from finetune.constants import GENERATION_FILE
+from finetune.data.formats import Conversation
+from finetune.data.messages import BadRow, Message
+from finetune.data.render import RenderedText, find_image_token, write_images
+from finetune.data.spans import read_messages
+from finetune.data.template import add_variables, apply_template, make_renderer, read_parts
+from finetune.data.tokenizer import end_of_answer_ids
 from finetune.errors import UserError
-from finetune.inference.answers import Answer, AnswerOptions, answer
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.prompts import ask, check_utf8, system_message, user_message
 from finetune.terminal import print_styled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How tokens are chosen. None: as the model's generation_config.json says."""
+
+    max_new_tokens: int = 512
+    temperature: float | None = None  # 0: greedily
+    top_p: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model has answered. Returned by `answer`."""
+
+    text: str
+    tokens: int
+    seconds: float
+    is_cut: bool = False  # at max_new_tokens, or at the end of what the model can read
+    limit: int | None = None  # the tokens that the model reads, where the answer is cut there
+    is_interrupted: bool = False
+
+
+def answer(
+    model: InferenceModel, conversation: Conversation, sampling: AnswerOptions, write: Callable[[str], object]
+) -> Answer:
+    """The model's answer to a conversation; `write` gets each piece of it as it is made.
+
+    Ctrl-C stops the answer and keeps what there is of it. Raises `UserError` where the chat template rejects the
+    messages, or they are longer than what the model can read.
+    """
+    input_ids = encode_prompt(model, conversation)
+    images = conversation.images
+    limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(input_ids))
+    if room <= 0:
+        raise UserError(
+            f"{model.name}: the conversation has {len(input_ids):,} tokens, and the model reads {limit:,} at most"
+        )
+    streamer = _Pieces(model.tokenizer, write)
+    started = time.monotonic()
+    with interruptible() as interrupted, model.computing(), torch.inference_mode():
+        ids = torch.tensor([input_ids], device=model.model.device)
+        try:
+            generated = model.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                **(model.tokenizer.images.make_generation_inputs(model.whole, ids, images) if images else {}),
+                max_new_tokens=room,
+                streamer=streamer,
+                stopping_criteria=[_StopWhen(interrupted)],
+                **_sampling_options(model, sampling),
+            )
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # a setting that transformers refuses
+            reason = " ".join(str(error).split())
+            raise UserError(f"{model.name}: {GENERATION_FILE}: cannot be used: {reason}; correct it") from None
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"{model.name}: out of memory after {len(input_ids):,} tokens of conversation; use a shorter "
+                "one, or more or larger GPUs"
+            ) from None
+    new = generated[0, len(input_ids) :].tolist()
+    ends = end_ids(model)
+    return Answer(
+        text=streamer.text,
+        tokens=len(new),
+        seconds=time.monotonic() - started,
+        is_cut=len(new) >= room and new[-1] not in ends,
+        limit=limit if room < sampling.max_new_tokens else None,
+        is_interrupted=interrupted.is_set(),
+    )
+
+
+def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int]:
+    """The tokens that the model is asked with: rendered as in training, with the generation prompt.
+
+    Raises `UserError` where the chat template rejects the conversation.
+    """
+    if model.template is None:
+        if conversation.images:
+            raise UserError(f"{model.name}: an image is asked about by a chat template; name one with --chat-template")
+        text = "".join(message["content"] for message in conversation.messages)
+        return list(model.tokenizer(text, verbose=False).input_ids)
+    try:
+        renderer = make_renderer(model.tokenizer, assistant_only=True)
+        if conversation.images:
+            find_image_token(renderer)  # says so where the model takes none
+            renderer = read_parts(renderer)
+        renderer = add_variables(renderer, {**model.variables, **conversation.variables})
+        messages = read_messages(conversation, renderer)
+        text = apply_template(renderer, messages, conversation.tools, add_generation_prompt=True)
+        rendered = RenderedText(text, (), is_plain=False)
+        text = write_images(rendered, conversation, conversation.images, renderer).text
+    except BadRow as error:
+        raise UserError(f"{model.name}: {error}") from None
+    return list(model.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def end_ids(model: InferenceModel) -> list[int]:
+    """The tokens that end an answer: those of the model's generation config, and of its tokenizer."""
+    own = model.model.generation_config.eos_token_id
+    listed = own if isinstance(own, list) else [own]
+    return sorted(
+        {*(token for token in listed if type(token) is int and token >= 0), *end_of_answer_ids(model.tokenizer)}
+    )
+
+
+def _sampling_options(model: InferenceModel, sampling: AnswerOptions) -> dict[str, Any]:
+    ends = end_ids(model)
+    pad = model.tokenizer.pad_token_id
+    options: dict[str, Any] = {
+        "num_return_sequences": 1,  # one answer, written as it is made
+        "num_beams": 1,
+        "return_dict_in_generate": False,
+        "eos_token_id": ends or None,
+        "pad_token_id": pad if pad is not None else (ends or [0])[0],
+    }
+    if sampling.temperature == 0:
+        return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
+    if sampling.temperature is not None or sampling.top_p is not None:
+        options |= {"do_sample": True}
+    if sampling.temperature is not None:
+        options |= {"temperature": sampling.temperature}
+    if sampling.top_p is not None:
+        options |= {"top_p": sampling.top_p}
+    return options
+
+
+class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
+    """Hands on the text as it grows, without special tokens, and not before its last character is whole."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
+        self.text = ""
+        self._tokenizer, self._write = tokenizer, write
+        self._ids: list[int] | None = None  # None: what comes first is the prompt
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._ids is None:
+            self._ids = []
+            return
+        self._ids += value.flatten().tolist()
+        text = self._decode()
+        if text.startswith(self.text) and not text.endswith("\ufffd"):
+            self._show(text)
+
+    def end(self) -> None:
+        text = self._decode()
+        if text.startswith(self.text):
+            self._show(text)
+
+    def _decode(self) -> str:
+        return str(self._tokenizer.decode(self._ids or [], skip_special_tokens=True))
+
+    def _show(self, text: str) -> None:
+        if piece := text[len(self.text) :]:
+            self.text = text
+            self._write(piece)
+
+
+@dataclass
+class _StopWhen(StoppingCriteria):  # type: ignore[misc]
+    """Stops the generation once `event` is set."""
+
+    event: Event = field(default_factory=Event)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
+
+
+@contextmanager
+def interruptible() -> Iterator[Event]:
+    """In this block the first Ctrl-C sets the event, and the second raises `KeyboardInterrupt`."""
+    pressed = Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 HELP = """\
 /new          start over

@@ -12,7 +12,7 @@ import torch
 from finetune.config.yaml_file import find_yaml
 from finetune.data.formats import Conversation
 from finetune.errors import UserError
-from finetune.inference.answers import encode_prompt, end_ids
+from finetune.inference.conversation import encode_prompt, end_ids
 from finetune.inference.find_model import ModelReference, find_model
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_model
 from finetune.inference.prompts import read_prompts

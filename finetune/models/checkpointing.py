@@ -13,9 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from finetune.compiler import configure_compiler
 from finetune.distributed.language_model import text_modules
 from finetune.distributed.parallelize import decoder_layers
+from finetune.distributed.world import configure_compiler
 from finetune.models.head.chunks import compute_fused_chunk
 from finetune.models.moe.experts import expert_modules
 

@@ -27,7 +27,7 @@ from finetune.data.token_store import Tokens
 from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import TEMPLATES, make_encoder
 from finetune.errors import UserError
-from finetune.inference.answers import encode_prompt
+from finetune.inference.conversation import encode_prompt
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.prompts import read_prompts
 from tests.data.conftest import Prepare

@@ -316,8 +316,7 @@ def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
     assert "and the model reads 48 at most" in first["error"] and second["tokens"] > 0
     assert shown.err.splitlines()[-1].startswith(f"prompt 1: {model}: the conversation has ")
 
-    from finetune.inference.answers import Answer, AnswerOptions
-    from finetune.inference.conversation import finish_answer
+    from finetune.inference.conversation import Answer, AnswerOptions, finish_answer
 
     finish_answer(Answer("It", 3, 0.1, is_cut=True, limit=48), AnswerOptions())
     said = capsys.readouterr().out
@@ -342,7 +341,7 @@ def test_a_long_answer_does_not_change_the_next_one(tiny_llama: Callable[..., Pa
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[..., Path]) -> None:
-    from finetune.inference.answers import AnswerOptions, answer
+    from finetune.inference.conversation import AnswerOptions, answer
     from finetune.inference.prompts import make_prompt
 
     model = load_model(find_model(str(tiny_llama())), LoadOptions(), print)

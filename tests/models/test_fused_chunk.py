@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.compiler import _keep_compiled
 from finetune.config.facts import has_compiler
 from finetune.constants import IGNORE_INDEX
+from finetune.distributed.world import _keep_compiled
 from finetune.models.head.chunks import ChunkFunction, ChunkOptions, LogitTransform, compute_chunk, compute_fused_chunk
 from finetune.models.head.cross_entropy import linear_cross_entropy
 from finetune.models.head.log_probabilities import linear_log_probabilities

@@ -20,10 +20,10 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from finetune.compiler import configure_compiler
 from finetune.config.compatibility import FLASH_GPUS
 from finetune.config.facts import has_compiler
 from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD
+from finetune.distributed.world import configure_compiler
 from finetune.errors import UserError
 
 
