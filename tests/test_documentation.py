@@ -55,6 +55,7 @@ ELSEWHERE = {
     "finetune launch --recipe quickstart_dpo": "tests/test_quickstart.py",
     "finetune launch --recipe quickstart_distill": "tests/test_quickstart.py",
     "finetune launch --recipe quickstart_grpo": "tests/test_quickstart.py",
+    "finetune launch --recipe quickstart_vision": "tests/test_quickstart.py",
 }
 
 

@@ -15,7 +15,8 @@ from tests.ranks import ROOT
 def test_every_package_is_listed() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     code = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "finetune").rglob("*.py")}
-    data = {"finetune.recipes", "finetune.recipes.quickstart", "finetune.accelerate_configs"}
+    recipes = {f"finetune.recipes{part}" for part in ("", ".quickstart", ".quickstart.vision")}
+    data = recipes | {"finetune.accelerate_configs"}
     assert listed == code | data
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune.cli import main
 from finetune.config.reader import RECIPES
 from tests.conftest import QUICKSTART, QuickstartRun
 from tests.ranks import run_command, run_python
@@ -98,3 +99,23 @@ def test_a_model_learns_to_write_numbers_its_export_answers_alike_teaches_a_smal
     assert run_command((*QUICKSTART, *keys, f"output_dir={rewarded}"), timeout=1800).returncode == 0
     first, last = (float(str(x["eval_reward"])) for x in lines(rewarded / "metrics.jsonl") if "eval_reward" in x)
     assert first <= 0.65 and last >= 0.85
+
+
+@pytest.mark.slow
+def test_a_model_from_scratch_learns_to_say_what_a_picture_shows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Pictures that it has not seen, by the run itself and by `finetune chat` on the export."""
+    run = tmp_path / "run"
+    before, after = train(run, "--recipe", "quickstart_vision", "--config", "fsdp_full_shard_auto")
+    assert before == 0 and after >= 0.9
+    rows = RECIPES / "quickstart" / "vision" / "heldout.jsonl"
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(
+        "".join(json.dumps({"prompt": row["question"], "images": [row["image"]]}) + "\n" for row in lines(rows))
+    )
+    capfd.readouterr()
+    assert main(["chat", str(run / "export"), "--prompts", str(asked), "--temperature", "0", "--json"]) == 0
+    answers = [json.loads(line)["answers"][0]["answer"] for line in capfd.readouterr().out.splitlines()]
+    right = [answer == row["answer"] for answer, row in zip(answers, lines(rows), strict=True)]
+    assert sum(right) >= 90

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from finetune.config.reader import RECIPES
+from finetune.data.images import open_image, read_image
 
 FOLDER = RECIPES / "quickstart"
 
@@ -23,6 +24,23 @@ def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
         subprocess.run([sys.executable, str(FOLDER / script), str(tmp_path)], check=True)
     made = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert made == {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix not in (".py", "")}
+
+
+def test_the_pictures_are_drawn_again(tmp_path: Path) -> None:
+    """Their pixels are the same; how PNG packs them depends on the version of Pillow."""
+    subprocess.run([sys.executable, str(FOLDER / "make_pictures.py"), str(tmp_path)], check=True)
+    shipped, seen = FOLDER / "vision", dict[str, set[bytes]]()
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in shipped.iterdir()}
+    for file in shipped.iterdir():
+        if file.suffix != ".jsonl":
+            assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+            continue
+        drawn, again = ([json.loads(line) for line in path.open()] for path in (file, tmp_path / file.name))
+        texts = [[(row["question"], row["answer"]) for row in rows] for rows in (drawn, again)]
+        pixels = [[open_image(read_image(row["image"], tmp_path)).tobytes() for row in rows] for rows in (drawn, again)]
+        assert texts[0] == texts[1] and pixels[0] == pixels[1]
+        seen[file.stem] = set(pixels[0])
+    assert len(seen["heldout"]) == 100 and not seen["heldout"] & seen["train"]
 
 
 def test_no_number_is_held_out_and_trained_on() -> None:

@@ -53,6 +53,7 @@ from finetune.models.quantized.base import (
     quantize_layers,
     split_quantized,
 )
+from finetune.models.vision import record_outputs
 from finetune.models.weights import (
     convert_to_parameters,
     load_buffers,
@@ -152,6 +153,7 @@ def load_model(
     if lora.use_peft and world.sharding.layout != "fsdp1" and not world.sharding.divides_matrices:
         fuse_adapters(built)
     sharded = parallelize(built, values, world, unfilled)
+    record_outputs(unwrap(sharded))
     fill_quantized_layers(unwrap(sharded), base, stored, world)
     if model.torch_compile:
         compile_layers(unwrap(sharded))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 from finetune.config.families import find_family
 from finetune.distributed.language_model import base_of, trunk_of
@@ -56,6 +58,17 @@ def forward_images(model: Any, images: Mapping[str, Tensor], counts: Sequence[in
         outputs = base(**kwargs, mm_encoder_outputs={"image": features})
     found: Tensor = outputs.last_hidden_state
     return found
+
+
+def record_outputs(model: nn.Module) -> None:
+    """Lets transformers record the outputs of a sharded tower's layers, which LLaVA's projector reads.
+
+    It looks up what to record by the name of the tower's class, which FSDP2 has changed.
+    """
+    registry: dict[str, Any] = getattr(output_capturing, "_CAN_RECORD_REGISTRY", {})
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
 
 
 @contextmanager

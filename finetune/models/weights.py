@@ -399,7 +399,10 @@ def load_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
 
 def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
     """Values for training from random weights: the family's own initialization, drawn module by module from
-    (seed, module name). `make_twin` builds the same model on meta, unsharded."""
+    (seed, module name). `make_twin` builds the same model on meta, unsharded.
+
+    The values raise `UserError` where the family initializes a parameter nowhere.
+    """
     twin: Any = make_twin()
 
     def values(name: str, slices: Slices) -> torch.Tensor:
@@ -409,12 +412,29 @@ def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
             module.to_empty(device="cpu", recurse=False)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(seed_of(seed, module_name))
-                twin._init_weights(module)
+                getattr(module, leaf).fill_(torch.nan)
+                _initialize(twin, module_name)
         value: torch.Tensor = getattr(module, leaf).detach()[slices].clone()
         module.to_empty(device="meta", recurse=False)
+        if value.isnan().any():
+            raise UserError(f"model_config: transformers gives {base_name(name)} no value; train a checkpoint")
         return value
 
     return values
+
+
+def _initialize(model: Any, name: str) -> None:
+    """Initializes the module `name` as transformers does.
+
+    After it comes each module that holds it, whose initialization may include its children's weights. A vision tower
+    has rules of its own.
+    """
+    path = [model]
+    for part in name.split(".") if name else ():
+        path.append(getattr(path[-1], part))
+    for depth in range(len(path), 0, -1):
+        owner = next(each for each in reversed(path[:depth]) if hasattr(each, "_init_weights"))
+        owner._init_weights(path[depth - 1])
 
 
 def _listed(names: Iterable[str], most: int = 4) -> str:

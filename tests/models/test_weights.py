@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import pytest
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM, LlamaModel
 
 from finetune.config.schema import Model
+from finetune.errors import UserError
 from finetune.models.load import build_on_meta
 from finetune.models.weights import seeded_values
 from finetune.pretrained_config import load_config
+from tests.vision import whole_config
 
 SIZES: dict[str, Any] = {
     "model_type": "llama",
@@ -43,3 +47,24 @@ def test_it_is_the_familys_own_initialization() -> None:
     values = values_of(1)
     assert abs(values(f"{QUERY}.weight", everything(64, 64)).std().item() - 0.05) < 0.005
     assert torch.equal(values("model.norm.weight", everything(64)), torch.ones(64))
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3", "qwen2_5_vl"])
+def test_a_vision_language_model_is_initialized_as_by_transformers(family: str) -> None:
+    """Its tower by the tower's own rules, some of which stand in the module that holds the weights."""
+    config = AutoConfig.for_model(**whole_config(family))
+    whole = AutoModelForImageTextToText.from_config(config)
+    config.architectures = [type(whole).__name__]
+    values = seeded_values(lambda: build_on_meta(config, torch.float32), 0)
+    for name, parameter in whole.named_parameters():
+        found = values(name, everything(*parameter.shape))
+        assert found.isfinite().all() and (found.std() > 0) == (parameter.std() > 0), name
+        if parameter.numel() > 300 and parameter.std() > 0:
+            assert found.std().item() == pytest.approx(parameter.std().item(), rel=0.25), name
+
+
+def test_a_parameter_that_gets_no_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "_init_weights", lambda self, module: None)
+    monkeypatch.setattr(LlamaModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(UserError, match=f"model_config: transformers gives {QUERY}.weight no value"):
+        values_of(1)(f"{QUERY}.weight", everything(64, 64))

@@ -47,7 +47,7 @@ WANTED = [
     *((f"{family}-padded", "single", 1) for family in ("qwen2_5_vl", "gemma3", "qwen3_5", "qwen3_5_moe")),
     ("qwen2_vl", "single", 1),
     *((f"{family}-lora", "single", 1) for family in ("gemma3", "qwen2_5_vl")),
-    *((family, "full_shard", 2) for family in ("qwen2_5_vl", "gemma3")),
+    *((family, "full_shard", 2) for family in ("qwen2_5_vl", "gemma3", "llava")),
     ("gemma3-tower", "ddp", 2),
     ("qwen2_5_vl-tower", "full_shard", 2),
     ("gemma3-tower", "single", 1),

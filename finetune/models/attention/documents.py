@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedModel
 
 from finetune.config.families import attends_by_mask, find_family
-from finetune.distributed.language_model import language_model_of, trunk_of
+from finetune.distributed.language_model import language_model_of, other_parts, trunk_of
 from finetune.distributed.sequence_parallel import take_heads, trade_heads_for_tokens, trade_tokens_for_heads
 from finetune.errors import UserError
 from finetune.models.attention.kernels import (
@@ -73,6 +74,9 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
             f"attn_implementation: {implementation} cannot be used with {type(model).__name__} here "
             f"({str(error).splitlines()[0]}); leave the key out for packed attention that needs no extra package"
         ) from error
+    for part in other_parts(model):  # written out, an image's scores would be of the square of its patches
+        if isinstance(part, PreTrainedModel) and part._supports_sdpa:
+            part.set_attn_implementation("sdpa")
     install_document_rotary(model, sequence_group)
     install_recurrence(model)
     rewrite: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
