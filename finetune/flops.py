@@ -13,38 +13,12 @@ from typing import Any
 # vendors' data sheets, whose figures "with sparsity" are halved. AMD's MI250X counts as two devices, of which this is
 # one.
 PEAK_FLOPS = {
-    "GB300": 2500e12,
-    "GB200": 2500e12,
-    "B300": 2250e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "H100": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H800": 989e12,
-    "H800 PCIe": 756e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 150e12,
-    "A30": 165e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 6000 Ada": 364e12,
-    "RTX A6000": 155e12,
-    "RTX 5090": 209e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "MI355X": 2500e12,
-    "MI350X": 2300e12,
-    "MI325X": 1307e12,
-    "MI300X": 1307e12,
-    "MI250X": 191e12,
-}
+    "GB300": 2500e12, "GB200": 2500e12, "B300": 2250e12, "B200": 2250e12, "GH200": 989e12, "H200": 989e12,
+    "H200 NVL": 835e12, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H800": 989e12, "H800 PCIe": 756e12,
+    "H20": 148e12, "A100": 312e12, "A800": 312e12, "A40": 150e12, "A30": 165e12, "A10": 125e12, "L40S": 362e12,
+    "L40": 181e12, "L4": 121e12, "RTX 6000 Ada": 364e12, "RTX A6000": 155e12, "RTX 5090": 209e12, "RTX 4090": 165e12,
+    "RTX 3090": 71e12, "MI355X": 2500e12, "MI350X": 2300e12, "MI325X": 1307e12, "MI300X": 1307e12, "MI250X": 191e12,
+}  # fmt: skip
 FP8_SPEEDUP = 2  # of the dense peak, on every device above that multiplies in FP8
 FORMULA = "6N + 12LHQT, 4N for LoRA"
 

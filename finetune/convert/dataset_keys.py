@@ -115,30 +115,17 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
 # Values that ask for the behavior here.
 SAME_ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ("observation",)}
 USUAL: Mapping[str, tuple[Any, ...]] = {
-    "roles_to_train": ("assistant", ["assistant"], ["gpt"]),
-    "train_on_eos": ("turn",),
-    "train_on_eot": ("turn",),
-    "message_field_training": ("train", "weight"),
-    "message_field_role": ("role", "from"),
-    "message_field_content": ("content", "value"),
-    "message_property_mappings.role": ("role", "from"),
-    "message_property_mappings.content": ("content", "value"),
-    "tags.role_tag": ("role", "from"),
-    "tags.content_tag": ("content", "value"),
-    "tags.user_tag": ("user", "human"),
-    "tags.assistant_tag": ("assistant", "gpt"),
-    "tags.observation_tag": ("tool", "observation"),
-    "tags.function_tag": ("function_call",),
-    "tags.system_tag": ("system",),
-    "columns.tools": ("tools",),
-    "columns.history": ("history",),
-    "columns.images": ("images", "image"),
-    "conversation_style": ("sharegpt", "openai"),
-    "answer_only_loss_mask": (True,),
-    "template_thinking_key": ("thinking",),
-    "field_thinking": ("thinking",),
-    "data_files": ([],),
-}
+    "roles_to_train": ("assistant", ["assistant"], ["gpt"]), "train_on_eos": ("turn",), "train_on_eot": ("turn",),
+    "message_field_training": ("train", "weight"), "message_field_role": ("role", "from"),
+    "message_field_content": ("content", "value"), "message_property_mappings.role": ("role", "from"),
+    "message_property_mappings.content": ("content", "value"), "tags.role_tag": ("role", "from"),
+    "tags.content_tag": ("content", "value"), "tags.user_tag": ("user", "human"),
+    "tags.assistant_tag": ("assistant", "gpt"), "tags.observation_tag": ("tool", "observation"),
+    "tags.function_tag": ("function_call",), "tags.system_tag": ("system",), "columns.tools": ("tools",),
+    "columns.history": ("history",), "columns.images": ("images", "image"),
+    "conversation_style": ("sharegpt", "openai"), "answer_only_loss_mask": (True,),
+    "template_thinking_key": ("thinking",), "field_thinking": ("thinking",), "data_files": ([],),
+}  # fmt: skip
 # Padding, the length (read with the recipe's) and the tokenizer, which is the model's own.
 NO_EFFECT = ("padding", "truncation", "pad_to_max_length", "seq_length", "tokenizer", "shuffle_seed", "start_of_turn_token",
              "packed")  # fmt: skip

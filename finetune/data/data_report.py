@@ -17,20 +17,9 @@ if TYPE_CHECKING:
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 COUNTED = (
-    "rows_read",
-    "rows_skipped",
-    "examples",
-    "pairs",
-    "desirable",
-    "undesirable",
-    "tokens",
-    "trained_tokens",
-    "overlong",
-    "tokens_lost",
-    "trained_tokens_lost",
-    "images",
-    "image_tokens",
-)
+    "rows_read", "rows_skipped", "examples", "pairs", "desirable", "undesirable", "tokens", "trained_tokens",
+    "overlong", "tokens_lost", "trained_tokens_lost", "images", "image_tokens",
+)  # fmt: skip
 REPEATED_FROM = 10  # a stream's finding is reported when it is first met, and again in so many times more rows
 
 

@@ -49,184 +49,101 @@ class Check:
 
 CHECKS: dict[str, Check] = {
     "nothing_trained": Check("warning", "fatal", "no token is trained on; such rows are not used"),
-    "no_end_of_turn": Check(
-        "fatal",
-        "fatal",
+    "no_end_of_turn": Check("fatal", "fatal",
         "no end-of-turn token is trained on, so the model does not learn to stop; use a chat_template that writes "
         "one after the assistant's content (a named one, such as glm4 or chatml, or your own with it inside {% "
-        "generation %} markers), or a tokenizer with an eos_token",
-    ),
-    "stop_not_trained": Check(
-        "warning",
-        "fatal",
+        "generation %} markers), or a tokenizer with an eos_token"),
+    "stop_not_trained": Check("warning", "fatal",
         "the token that is trained at the end of the assistant's turn is none at which generation stops (eos_token, "
-        "generation_config.json), so no answer would end; name it in eot_tokens",
-    ),
-    "end_of_turn_is_text": Check(
-        "warning",
-        "warning",
+        "generation_config.json), so no answer would end; name it in eot_tokens"),
+    "end_of_turn_is_text": Check("warning", "warning",
         "the chat template ends the assistant's turn with text that is not a special token of this tokenizer; "
-        "generation will not stop at it (added_tokens and eot_tokens make it one)",
-    ),
-    "doubled_bos": Check(
-        "warning", "fatal", "the text begins with two BOS tokens; remove one from the template or the text"
-    ),
-    "typed_special_token": Check(
-        "warning",
-        "warning",
-        "the content contains a special token, such as an end-of-turn, and is tokenized with it: content can end turns "
-        "and begin others",
-    ),
+        "generation will not stop at it (added_tokens and eot_tokens make it one)"),
+    "doubled_bos": Check("warning", "fatal",
+        "the text begins with two BOS tokens; remove one from the template or the text"),
+    "typed_special_token": Check("warning", "warning",
+        "the content contains a special token, such as an end-of-turn, and is tokenized with it: content can end "
+        "turns and begin others"),
     "system_dropped": Check("warning", "warning", "the chat template drops the system message"),
     "user_dropped": Check("warning", "fatal", "the chat template drops a user's message"),
-    "assistant_dropped": Check(
-        "warning",
-        "fatal",
-        "the chat template drops the assistant's content; use one that writes message['content']",
-        many=0.1,
-    ),
-    "tool_calls_dropped": Check(
-        "fatal",
-        "fatal",
+    "assistant_dropped": Check("warning", "fatal",
+        "the chat template drops the assistant's content; use one that writes message['content']", many=0.1),
+    "tool_calls_dropped": Check("fatal", "fatal",
         "the chat template drops tool calls, so the model learns to say nothing where it should call; use one that "
-        "writes them (chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)",
-    ),
-    "tools_dropped": Check(
-        "warning",
-        "warning",
+        "writes them (chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)"),
+    "tools_dropped": Check("warning", "warning",
         "the chat template drops tool schemas, tool results, or calls that are not trained on; use one that writes "
-        "them (chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)",
-    ),
-    "reasoning_dropped": Check(
-        "warning",
-        "fatal",
-        "the chat template drops an answer's reasoning; use one that writes it (and turns: auto), or remove it",
-    ),
-    "unlike_inference": Check(
-        "warning",
-        "warning",
+        "them (chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)"),
+    "reasoning_dropped": Check("warning", "fatal",
+        "the chat template drops an answer's reasoning; use one that writes it (and turns: auto), or remove it"),
+    "unlike_inference": Check("warning", "warning",
         "an answer, or what stands before it, is not what the model sees and writes when it is asked for this turn: "
-        "the chat template writes earlier turns differently once others follow; remove turns: whole, where it is set",
-    ),
-    "prompt_not_continued": Check(
-        "warning",
-        "warning",
+        "the chat template writes earlier turns differently once others follow; remove turns: whole, where it is "
+        "set"),
+    "prompt_not_continued": Check("warning", "warning",
         "a trained answer does not follow the prompt that inference gives (one that opens <think>, for an answer "
         "without reasoning): the model is never trained at the place where it is asked; give the answers "
-        "reasoning_content, ask without it (chat_template_kwargs: {enable_thinking: false} in the entry of datasets, "
-        "and in chat), or use a chat_template whose prompt is what its answers begin with",
-    ),
-    "no_reasoning": Check(
-        "notice",
-        "warning",
-        "no answer has reasoning, which the chat template writes where the model thinks: it learns to answer without; "
-        "give the answers reasoning_content, or set chat_template_kwargs: {enable_thinking: false} in the entry of "
-        "datasets, and in chat, where the template reads it",
-    ),
-    "not_read_back": Check(
-        "warning",
-        "warning",
+        "reasoning_content, ask without it (chat_template_kwargs: {enable_thinking: false} in the entry of "
+        "datasets, and in chat), or use a chat_template whose prompt is what its answers begin with"),
+    "no_reasoning": Check("notice", "warning",
+        "no answer has reasoning, which the chat template writes where the model thinks: it learns to answer "
+        "without; give the answers reasoning_content, or set chat_template_kwargs: {enable_thinking: false} in the "
+        "entry of datasets, and in chat, where the template reads it"),
+    "not_read_back": Check("warning", "warning",
         "the tokenizer's own response_template reads an answer back otherwise than the row has it, and so would a "
-        "server; use the chat_template that it was made for, or set it to null in tokenizer_config.json",
-    ),
-    "turns_split": Check(
-        "notice",
-        "notice",
+        "server; use the chat_template that it was made for, or set it to null in tokenizer_config.json"),
+    "turns_split": Check("notice", "notice",
         "the turns are trained in several documents, each with the prompt that inference gives, because the chat "
-        "template writes earlier turns differently once others follow (turns: whole keeps one document)",
-    ),
-    "empty_answer": Check(
-        "warning",
-        "fatal",
-        "an answer that is trained on is empty, so the model learns to say nothing",
-        many=0.5,
-    ),
-    "repeated_keys": Check(
-        "warning",
-        "warning",
-        "two columns, or two keys of one object, have the same name; only the last one's value is read",
-    ),
+        "template writes earlier turns differently once others follow (turns: whole keeps one document)"),
+    "empty_answer": Check("warning", "fatal",
+        "an answer that is trained on is empty, so the model learns to say nothing", many=0.5),
+    "repeated_keys": Check("warning", "warning",
+        "two columns, or two keys of one object, have the same name; only the last one's value is read"),
     "skipped": Check("warning", "warning", "the format is unknown or the row is damaged; it was skipped (on_bad_row)"),
     "truncated": Check("warning", "warning", "the row has more than max_length tokens and was truncated (overlength)"),
-    "truncated_untrained": Check(
-        "warning", "fatal", "no trained token is left after truncating to max_length; such rows are not used"
-    ),
+    "truncated_untrained": Check("warning", "fatal",
+        "no trained token is left after truncating to max_length; such rows are not used"),
     "dropped": Check("warning", "fatal", "the row has more than max_length tokens and was dropped (overlength)"),
     "split": Check("notice", "notice", "the row has more than max_length tokens and was split (overlength)"),
-    "duplicates": Check(
-        "notice", "warning", "the text is the same as an earlier row's", many=0.5
-    ),  # the first is no copy
-    "held_out_in_training": Check(
-        "warning", "warning", "a held-out text is also trained on; the held-out loss will be too low"
-    ),
+        "duplicates": Check("notice", "warning", "the text is the same as an earlier row's", many=0.5),
+    "held_out_in_training": Check("warning", "warning",
+        "a held-out text is also trained on; the held-out loss will be too low"),
     "sides_equal": Check("warning", "fatal", "chosen and rejected are the same; such pairs are not used"),
     "side_empty": Check("warning", "fatal", "the chosen or the rejected answer is empty; such pairs are not used"),
-    "side_untrained": Check(
-        "warning",
-        "fatal",
-        "the chosen or the rejected answer is masked (train: false or weight: 0); such pairs are not used",
-    ),
-    "prompt_missing": Check(
-        "warning",
-        "fatal",
+    "side_untrained": Check("warning", "fatal",
+        "the chosen or the rejected answer is masked (train: false or weight: 0); such pairs are not used"),
+    "prompt_missing": Check("warning", "fatal",
         "no prompt is found: no column with a known name holds one, and the answers do not begin with it, so they "
-        "would be trained on without it; name its column (prompt_column), or remove the columns that are not used",
-        many=0.5,
-        names_unused=True,
-    ),
-    "prompt_unread": Check(
-        "warning",
-        "warning",
+        "would be trained on without it; name its column (prompt_column), or remove the columns that are not "
+        "used", many=0.5, names_unused=True),
+    "prompt_unread": Check("warning", "warning",
         "the prompt's column is not read: chosen and rejected are whole conversations that ask something else; "
-        "remove the column, or keep only the answers in chosen and rejected",
-    ),
-    "truncated_equal": Check(
-        "warning", "fatal", "chosen and rejected are the same after truncating to max_length; such pairs are not used"
-    ),
-    "order_swapped": Check(
-        "notice",
-        "warning",
+        "remove the column, or keep only the answers in chosen and rejected"),
+    "truncated_equal": Check("warning", "fatal",
+        "chosen and rejected are the same after truncating to max_length; such pairs are not used"),
+    "order_swapped": Check("notice", "warning",
         "the row's own scores rate the rejected answer higher; in most rows it means that the columns are swapped "
-        "(chosen_column, rejected_column)",
-        many=0.5,
-    ),
-    "same_ratings": Check(
-        "warning",
-        "warning",
-        "the answer is rated as all others are; a method of ratings learns from good answers beside bad ones",
-    ),
-    "prompts_differ": Check(
-        "warning", "warning", "the chat template writes the prompt before chosen differently from that before rejected"
-    ),
-    "no_space_between": Check(
-        "notice", "notice", "there is no space between prompt and completion; they are joined as they are"
-    ),
-    "begins_with_assistant": Check(
-        "notice", "warning", "the conversation begins with the assistant, as none does that answers a user"
-    ),
-    "calls_without_tools": Check(
-        "warning",
-        "warning",
-        "the assistant calls a tool that neither `tools` nor a system message describes; name the schemas in `tools`",
-    ),
-    "plain_template": Check(
-        "notice",
-        "notice",
-        "the tokenizer has no chat template; `plain` is used and saved with the model (chat_template sets another)",
-    ),
-    "columns_recognized": Check(
-        "notice",
-        "notice",
-        "two columns are read as a user's turn and the assistant's by their names (type: messages, prompt_column and "
-        "completion_column say it; type: prompt_completion joins them without a chat template)",
-    ),
-    "template_unused": Check(
-        "warning",
-        "warning",
+        "(chosen_column, rejected_column)", many=0.5),
+    "same_ratings": Check("warning", "warning",
+        "the answer is rated as all others are; a method of ratings learns from good answers beside bad ones"),
+    "prompts_differ": Check("warning", "warning",
+        "the chat template writes the prompt before chosen differently from that before rejected"),
+    "no_space_between": Check("notice", "notice",
+        "there is no space between prompt and completion; they are joined as they are"),
+    "begins_with_assistant": Check("notice", "warning",
+        "the conversation begins with the assistant, as none does that answers a user"),
+    "calls_without_tools": Check("warning", "warning",
+        "the assistant calls a tool that neither `tools` nor a system message describes; name the schemas in "
+        "`tools`"),
+    "plain_template": Check("notice", "notice",
+        "the tokenizer has no chat template; `plain` is used and saved with the model (chat_template sets another)"),
+    "columns_recognized": Check("notice", "notice",
+        "two columns are read as a user's turn and the assistant's by their names (type: messages, prompt_column "
+        "and completion_column say it; type: prompt_completion joins them without a chat template)"),
+    "template_unused": Check("warning", "warning",
         "prompt and completion are plain text and do not use the tokenizer's chat template, in which the model will "
-        "be asked; type: messages in the entry of datasets does",
-    ),
-}
+        "be asked; type: messages in the entry of datasets does"),
+}  # fmt: skip
 
 
 @dataclass(slots=True)

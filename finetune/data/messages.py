@@ -12,27 +12,11 @@ Message = dict[str, Any]  # role, content and whatever else the chat template re
 Tool = dict[str, Any]  # a JSON schema, as {"type": "function", "function": {name, description, parameters}}
 
 ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-    "bot": "assistant",
-    "prompter": "user",
-    "function": "tool",
-    "ipython": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
-    "tool_call": "assistant",
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "model", "ai", "bot"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("function", "ipython", "observation", "tool_response", "function_response"), "tool"),
 }
 CALL_ROLES = ("function_call", "tool_call")  # the content is the calls, as JSON text
 # What rendering gives a chat template itself, so that chat_template_kwargs cannot.

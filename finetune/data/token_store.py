@@ -122,21 +122,10 @@ class TokenStore:
 
 
 COLUMNS: dict[str, Any] = {
-    "input_ids": np.int32,
-    "labels": np.int32,
-    "lengths": np.int32,
-    "trained": np.int32,
-    "files": np.int32,
-    "rows": np.int64,
-    "hashes": np.uint64,
-    "ratings": np.int8,
-    "kept_sizes": np.int64,
-    "kept_bytes": np.uint8,
-    "image_counts": np.int32,
-    "image_sizes": np.int64,
-    "image_bytes": np.uint8,
-    "image_hashes": np.uint64,
-}
+    "input_ids": np.int32, "labels": np.int32, "lengths": np.int32, "trained": np.int32, "files": np.int32,
+    "rows": np.int64, "hashes": np.uint64, "ratings": np.int8, "kept_sizes": np.int64, "kept_bytes": np.uint8,
+    "image_counts": np.int32, "image_sizes": np.int64, "image_bytes": np.uint8, "image_hashes": np.uint64,
+}  # fmt: skip
 
 
 def keep_in_memory(batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> TokenStore:

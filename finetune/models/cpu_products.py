@@ -156,14 +156,7 @@ def _convolve_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *option
 
 
 OVERRIDES: Mapping[str, Callable[..., Any]] = {
-    "mm": _multiply,
-    "mm.out": _multiply,
-    "bmm": _multiply,
-    "bmm.out": _multiply,
-    "addmm": _multiply_add,
-    "addmm.out": _multiply_add,
-    "baddbmm": _multiply_add,
-    "baddbmm.out": _multiply_add,
-    "convolution": _convolve,
+    "mm": _multiply, "mm.out": _multiply, "bmm": _multiply, "bmm.out": _multiply, "addmm": _multiply_add,
+    "addmm.out": _multiply_add, "baddbmm": _multiply_add, "baddbmm.out": _multiply_add, "convolution": _convolve,
     "convolution_backward": _convolve_backward,
-}
+}  # fmt: skip
