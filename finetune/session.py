@@ -24,6 +24,7 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import adopt_quantization, with_expert_parallelism
 from finetune.config.layout import Sharding
 from finetune.config.pretrained_adapter import complete_lora
+from finetune.config.published_names import adopt_published_names
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
 from finetune.config.user_code import expect_recipe, explained, place_of
@@ -170,6 +171,7 @@ class Session:
         self._vocabulary = plan_vocabulary(self.tokenizer, recipe.model)
         config = load_config(recipe.model, self._vocabulary)
         facts = read_facts(config, recipe.model.model_name_or_path, len(self.tokenizer))
+        recipe = adopt_published_names(recipe, facts.model_type)
         teacher = read_teacher_facts(recipe, self.tokenizer)
         refuse_problems(find_problems(recipe, self.world.sharding, facts, ranks, teacher=teacher, machine=self.machine))
         recipe = adopt_quantization(recipe, facts)

@@ -14,6 +14,7 @@ from finetune.config.families import (
     read_family_source,
 )
 from finetune.config.module_patterns import is_within
+from finetune.config.published_names import find_expert_layers
 from finetune.config.quantization import BLOCK, LOAD_KEYS, PUBLISHED, describe_quantization
 from finetune.config.schema import Quantization, keys_of
 
@@ -140,7 +141,8 @@ def _find_unknown_targets(case: Case) -> list[str]:
         return [] if layers or lora.lora_target_parameters else ["all-linear"]
     kept = {name.rpartition(".")[2] for name in lora.modules_to_save}  # a head that is trained whole may be named
     names = ((target, target.rpartition(".")[2]) for target in lora.lora_target_modules)
-    return [target for target, name in names if name not in layers | kept | HEADS]
+    known = layers | kept | HEADS | find_expert_layers(case.model.model_type).keys()
+    return [target for target, name in names if name not in known]
 
 
 def _describe_unknown_targets(case: Case) -> str:
@@ -268,6 +270,10 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: f"lora_target_modules: all-linear: without {', '.join(c.model.family.unadaptable)} of "
         f"{c.model.model_type}, which peft cannot adapt",
         is_note=True,
+    ),
+    model_rule(
+        "names of published files", "lora_target_modules", "trainable_modules", "frozen_modules",
+        when=lambda c: c.recipe.renamed, message=lambda c: list(c.recipe.renamed), is_note=True,
     ),
     model_rule(
         "layers that the family does not have", "lora_target_modules", "use_peft",

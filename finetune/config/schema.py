@@ -616,6 +616,7 @@ class Recipe:
 
     path: str
     places: Mapping[str, str] = field(default_factory=dict)
+    renamed: tuple[str, ...] = ()  # a line for each name of published files that stands for another (published_names)
     model: Model = field(default_factory=Model)
     method: Method = field(default_factory=Method)
     rollout: Rollout = field(default_factory=Rollout)
@@ -681,7 +682,7 @@ class Recipe:
 SECTIONS: dict[str, type] = {
     f.name: f.default_factory  # type: ignore[misc]
     for f in fields(Recipe)
-    if f.name not in ("path", "places")
+    if f.name not in ("path", "places", "renamed")
 }
 
 

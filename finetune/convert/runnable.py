@@ -14,6 +14,7 @@ from finetune.config.compatibility import find_problems
 from finetune.config.facts import ModelFacts, Problem, read_model_facts, with_expert_parallelism
 from finetune.config.families import find_family, find_linear_layers, read_family_source
 from finetune.config.layout import DIVISIONS, GROUP_KEYS, Fp8
+from finetune.config.published_names import find_expert_layers
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.convert.model_names import guess_family
@@ -37,7 +38,6 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "down_proj": ("dense_4h_to_h", "fc2", "fc_out", "c_proj"),
 }
 # In transformers' source, but not in the published models, whose queries come out of a latent.
-RENAMED = {"mixtral": ("block_sparse_moe", "mlp")}  # modules, by transformers 5
 ABSENT: Mapping[str, tuple[str, ...]] = {"glm4_moe_lite": ("q_proj",)}
 MOST_CHANGES = 12
 SAME_LOSS = ("attn_implementation", "torch_compile", "use_liger_kernel", "expert_parallel_size", "activation_offload",
@@ -63,9 +63,6 @@ def make_runnable(found: Conversion) -> None:
                 "compute"
             )
         _rename_targets(found, facts)
-        if patterns := found.recipe.get("trainable_modules"):
-            old, new = RENAMED.get(facts.model_type, ("", ""))
-            found.recipe["trainable_modules"] = [str(pattern).replace(old, new) for pattern in patterns]
     for _ in range(MOST_CHANGES):
         problems = judge(found, facts)
         known = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
@@ -164,7 +161,8 @@ def _rename_targets(found: Conversion, facts: ModelFacts) -> None:
         found.add_difference("lora_target_modules", targets, NO_CONV1D, "LoRA on transformers' Conv1D layers")
     if not isinstance(targets, list) or not layers:
         return
-    missing = [name for name in targets if name.rpartition(".")[2] not in layers]
+    known = layers | find_expert_layers(facts.model_type).keys()  # which a run renames
+    missing = [name for name in targets if name.rpartition(".")[2] not in known]
     others = [name for name in targets if name not in missing]
     if not missing or (others and found.tool != "torchtune"):  # whose own models have the layers of a Llama
         found.recipe["lora_target_modules"] = others or targets

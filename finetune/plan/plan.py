@@ -12,6 +12,7 @@ from finetune.config.compatibility import refuse_problems
 from finetune.config.facts import adopt_quantization, with_expert_parallelism
 from finetune.config.layout import UNDIVIDED, Sharding
 from finetune.config.pretrained_adapter import complete_lora
+from finetune.config.published_names import adopt_published_names
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Method, Model, Recipe
 from finetune.constants import ITEMSIZE, grow_rows
@@ -76,8 +77,8 @@ def make_plan(
     Raises `UserError` where the model's config.json cannot be read or is not of a known family, and for a run that is
     not supported.
     """
-    recipe = complete_lora(recipe)
     config, where = find_config(recipe.model)
+    recipe = adopt_published_names(complete_lora(recipe), str(config.get("model_type")))
     asked, (architecture, recipe) = recipe, _with_tokens(read_architecture(config, where), recipe)
     spec = RunSpec(
         architecture=architecture,
