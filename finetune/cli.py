@@ -118,6 +118,7 @@ def _add_init(subcommands: "Subcommands") -> None:
         help="what is trained, or what it learns from (default: as the data asks, all parameters where they fit)",
     )
     _take(init, "--teacher", "M", "the model to learn from, a folder or hub name")
+    _take(init, "--rewards", "NAMES", "what completions are worth, such as exact_answer,my_rewards.py:short")
     _take(init, "--output", "FILE", "the recipe to write (default: my_recipe.yaml)")
     _flag(init, "--overwrite", "replace FILE where it exists")
 

@@ -98,6 +98,7 @@ METHODS: Mapping[str, MethodFacts] = {
 }
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows == "pairs")
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
+REWARDED = tuple(name for name, facts in METHODS.items() if facts.samples and not facts.needs_teacher)
 TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher and not facts.samples)
 if TYPE_CHECKING:
     MethodName = str

@@ -13,6 +13,7 @@ SHIPPED_REWARDS: Mapping[str, str] = {
     "exact_answer": "1 where the completion, without the white space around it, is the row's answer",
     "number": "1 where the last number of the completion is that of the row's answer",
     "format": "1 where the completion is <think>...</think><answer>...</answer>",
+    "think_format": "1 where the completion begins with <think>...</think>",
     "length": "the share of max_completion_length that the completion leaves unused",
     "soft_overlong_punishment": "0 up to max_completion_length less soft_punish_cache tokens, then down to -1 (DAPO)",
 }

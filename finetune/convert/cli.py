@@ -18,7 +18,10 @@ from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
 EXIT_TO_DO = 1
-MISSING_FILE = "no such file or folder, here or in the recipe's folder"
+MISSING_FILE = (
+    "no such file or folder, here or in the recipe's folder",
+    "no such file, here or in the recipe's folder",
+)
 
 
 def convert_command(arguments: argparse.Namespace) -> int:

@@ -45,6 +45,7 @@ from finetune.convert.tool_keys import (
     LORA_DEFAULTS,
     TOOL_NAMES,
     TOOLS,
+    TRL_ONLINE,
     UNLIMITED,
     UNLIMITED_NOTE,
     Tool,
@@ -91,7 +92,7 @@ def convert_file(source: Path) -> Conversion:
     tool, theirs, text = load_theirs(source)
     refuse_other_methods(tool, theirs, source)
     found, method = Conversion(tool, images=find_images(tool, theirs)[1]), find_method(tool, theirs, source)
-    known = {pair.theirs: pair for pair in TOOLS[tool]}
+    known = {pair.theirs: pair for pair in TOOLS[tool] + (TRL_ONLINE if METHODS[method].samples else ())}
     rate_first = sorted(_walk(theirs, known), key=lambda item: item[0].rsplit(".", 1)[-1] not in RATES)
     for key, value in rate_first:
         _convert_key(key, value, known, found)
@@ -221,6 +222,8 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
             given.pop("warmup_steps" if "warmup_ratio" in recipe else "lr_scheduler_type")
     if METHODS[recipe.get("method", "sft")].rows != "answers":
         given.pop("assistant_only_loss", None)  # only the answers are compared
+    if METHODS[recipe.get("method", "sft")].samples:
+        given.pop("packing", None)  # what is sampled is packed here, for the same loss
     if recipe.get("warmup_steps"):
         given.pop("warmup_ratio", None)
     if tool == "Axolotl" and not {"warmup_steps", "warmup_ratio"} & recipe.keys():

@@ -8,7 +8,7 @@ from typing import Any
 from finetune.config.methods import METHODS
 from finetune.config.other_tools import Counterpart, unsupported, without_counterpart
 from finetune.convert.rules import Conversion, shorten
-from finetune.convert.tool_keys import TOOLS, Tool
+from finetune.convert.tool_keys import TOOLS, TRL_ONLINE, Tool
 from finetune.errors import UserError
 
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files
@@ -256,7 +256,8 @@ def coming_from_page() -> str:
         "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same in both are "
         "not in the tables.",
     ]
-    for tool, pairs in TOOLS.items():
+    for tool, of_tool in TOOLS.items():
+        pairs = of_tool + (TRL_ONLINE if tool == "TRL" else ())
         lines += ["", f"## {tool}", "", "| There | Here | |", "| --- | --- | --- |"]
         lines += _rows(pairs)
         unneeded = ", ".join(f"`{pair.theirs}`" for pair in pairs if not pair.has_effect)

@@ -11,6 +11,7 @@ from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT
 from finetune.config.reader import read_recipe
 from finetune.config.schema import keys_of
 from finetune.convert.model_names import MOE_CAUSE, Found, find_images, find_refused_models, find_texts, name_model
+from finetune.convert.online import adapt_online, find_unsupported_online, is_online
 from finetune.convert.rules import Conversion, convert_number, read_section, shorten
 from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
@@ -87,6 +88,8 @@ def find_distillation(theirs: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _find_trl_method(theirs: Mapping[str, Any], source: Path) -> str:
     """TRL's files name no trainer: their keys do, else the file's or its folder's name (orpo/config.yaml)."""
+    if is_online(theirs):
+        return "grpo"
     if "desirable_weight" in theirs or "undesirable_weight" in theirs:
         return "kto"
     if "simpo" in _losses("TRL", theirs) or "simpo_gamma" in theirs:
@@ -105,7 +108,10 @@ def _find_name(source: Path) -> str | None:
 
 def find_unsupported_losses(tool: Tool, theirs: Mapping[str, Any], source: Path) -> Iterator[Found]:
     """The losses of a preference file that nothing here computes."""
-    if find_method(tool, theirs, source) in ("sft", "distill"):
+    method = find_method(tool, theirs, source)
+    if method == "grpo":
+        yield from find_unsupported_online(theirs)
+    if method in ("sft", "distill", "grpo"):
         return
     losses = _losses(tool, theirs)
     key = {"Axolotl": "dpo_loss_type", "LLaMA-Factory": "pref_loss"}.get(tool, "loss_type")
@@ -154,6 +160,10 @@ def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, foun
         for name in losses.keys() - set(map(str, SFT_LOSSES)):
             note = "of supervised fine-tuning nll is the only one"
             found.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
+        return
+    if method == "grpo":
+        adapt_online(theirs, found)
+        _drop_unused(method, found)
         return
     recipe["method"] = method
     losses = _losses(tool, theirs)
@@ -228,7 +238,6 @@ FROM_SCRATCH = "training a named architecture from random weights"
 # What a key alone says, by tool: the lacking capability -> the keys.
 REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
     "TRL": {
-        "online RL": ("num_generations", "reward_funcs", "reward_model_path", "max_completion_length"),
         "distillation": ("teacher_model_name_or_path", "lmbda"),
     },
     "Axolotl": {

@@ -37,6 +37,7 @@ OWN_FOLDER = "output_dir is the run's folder, for everything"
 NF4_OF_TORCHAO = "NF4 by torchao there and by bitsandbytes here: the same codes, scales rounded differently"
 NO_STAGES = "no pipeline stages here: the layers are sharded over the ranks instead, and the loss is the same"
 ADAPTED_HEAD = "LoRA on the head"
+TRUNCATED = "a truncated distribution is not the one that is trained: all of the vocabulary is sampled from here"
 LAYOUT = "sharding, mixed_precision and activation checkpointing belong in the Accelerate file"
 
 TORCHTUNE = (
@@ -155,6 +156,34 @@ AUTOMODEL = (
     *ignored("batches are built here", "dataloader", "validation_dataloader", "packed_sequence"),
     *ignored("speed only; the loss is the same", "compile", "fp8", "optimizer", "peft", "rng", "step_scheduler",
                "quantization", "parallelizer", "lr_scheduler", "tokenizer", "moe_metrics", "offload_teacher_model"),
+)  # fmt: skip
+
+# Of TRL's GRPO trainer, beside the keys that have the same name here. finetune/convert/online.py reads them.
+TRL_ONLINE = (
+    Counterpart("reward_funcs", "rewards", "functions of files, or shipped ones by our names", "by-code"),
+    Counterpart("scale_rewards", "scale_rewards", "true is group, false is none", "by-code"),
+    Counterpart("max_completion_length", "max_completion_length", "with max_prompt_length it is max_length", "by-code"),
+    Counterpart("steps_per_generation", "steps_per_generation", "counted in micro-batches there, in optimizer steps here", "by-code"),
+    Counterpart("max_prompt_length", "max_length", "with max_completion_length", "by-code"),
+    Counterpart("generation_batch_size", "steps_per_generation", "divided by the completions of a step", "by-code"),
+    Counterpart("top_k", "temperature", TRUNCATED, "by-code"),
+    Counterpart("multi_objective_aggregation", "reward_weights", "sum_then_normalize is what is done here", "by-code"),
+    *ignored("of a loss or an entropy term that is not supported", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos",
+               "vespo_k_neg", "vespo_lambda_neg", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    *without_counterpart(TRUNCATED, "top_p", "min_p", "repetition_penalty"),
+    *(pair for key in ("delta", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold",
+                       "use_bias_correction_kl") for pair in unsupported(f"GRPO with {key}", key)),
+    *ignored("the model in training samples itself, with its own numerics", "use_vllm", "use_transformers_paged", "use_transformers_continuous_batching",
+               "transformers_continuous_batching_config", "cache_implementation", "generation_kwargs", *(
+                   f"vllm_{key}" for key in ("mode", "model_impl", "enable_sleep_mode", "structured_outputs_regex", "server_base_url",
+                   "server_host", "server_port", "server_timeout", "group_port", "gpu_memory_utilization", "max_model_length",
+                   "tensor_parallel_size", "importance_sampling_correction", "importance_sampling_mode", "importance_sampling_clip_max",
+                   "importance_sampling_clip_min", "importance_sampling_cap"))),
+    *ignored("completions.jsonl has what log_completions says", "log_completions", "num_completions_to_print", "log_unique_prompts",
+               "log_multimodal", "log_completions_hub_repo", "wandb_log_unique_prompts"),
+    *ignored("held-out prompts are answered once, greedily", "num_generations_eval"),
+    *ignored("always the case here", "shuffle_dataset", "remove_unused_columns", "pad_to_multiple_of", "cast_lm_head_to_fp32",
+               "ds3_gather_for_generation"),
 )  # fmt: skip
 
 TOOLS: Mapping[Tool, tuple[Counterpart, ...]] = {

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 import psutil
 
-from finetune.config.methods import METHODS, PAIRED, RATED, TAUGHT, RowKind
+from finetune.config.methods import METHODS, PAIRED, RATED, REWARDED, TAUGHT, RowKind
 from finetune.config.reader import read_recipe
+from finetune.config.rollouts import SHIPPED_REWARDS
 from finetune.config.schema import DatasetSource, Model, Recipe
+from finetune.config.user_code import file_of
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
 from finetune.files.hub import download_file
@@ -101,7 +103,7 @@ SHOWN_FILES = 5
 # What the data holds -> the methods that learn from it, the default first; auto: all parameters where they fit, else
 # LoRA.
 BY_KIND: dict[RowKind, tuple[str, ...]] = {
-    "answers": ("auto", "full", "lora", "qlora", *TAUGHT),
+    "answers": ("auto", "full", "lora", "qlora", *TAUGHT, *REWARDED),
     "pairs": (*PAIRED, *RATED),
     "ratings": RATED,
 }
@@ -131,6 +133,8 @@ def init_command(options: argparse.Namespace) -> int:
         read=lambda output: _check_output(output, options.overwrite),
     )
     keys, packed_rows = _given_keys(model, config, data)
+    if method.get("method") in REWARDED:
+        method["max_completion_length"] = keys["max_length"] // 2
     fit = fit_recipe(keys | method, packed_rows, hardware, trained)
     recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
     found = check_sample(recipe, data)
@@ -157,10 +161,26 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> tuple[Keys
         return {"method": name, "teacher_model_name_or_path": teacher}, None
     if options.teacher is not None:
         raise UserError(f"--teacher: is for --method {' or '.join(TAUGHT)}")
+    if name in REWARDED:
+        asked = "Rewards, such as exact_answer or my_rewards.py:right"
+        return {"method": name, "rewards": require(options.rewards, "--rewards", asked, read=_read_rewards)}, None
+    if options.rewards is not None:
+        raise UserError(f"--rewards: is for --method {' or '.join(REWARDED)}")
     if name in METHODS:
         return {"method": name}, None
     trained: dict[str, Trained | None] = {"auto": None, "full": "full", "lora": "lora", "qlora": "qlora"}
     return {}, trained[name]
+
+
+def _read_rewards(names: str) -> list[str]:
+    rewards = [name.strip() for name in names.split(",")]
+    for name in rewards:
+        if name not in SHIPPED_REWARDS and not file_of(name).is_file():
+            known = ", ".join(SHIPPED_REWARDS)
+            raise UserError(
+                f"--rewards: {name}: no such file; name a function as my_rewards.py:right, or one of {known}"
+            )
+    return rewards
 
 
 def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:

@@ -27,6 +27,7 @@ FULL: Keys = {"learning_rate": 1e-5}
 LORA: Keys = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "learning_rate": 2e-4}
 QLORA: Keys = LORA | {LOAD_KEYS[0]: True}
 COMPARING_RATE = 1 / 40  # of the usual rate: a method that compares answers moves a trained model a little
+SAMPLING_RATE = 1 / 10  # and one that learns from what it samples
 ACCELERATE_CONFIG = "fsdp_full_shard_auto"  # every family, any number of GPUs
 GLOBAL_BATCH_SIZE = 32  # at most
 STEPS_AN_EPOCH = 20  # at least, where the data allows it
@@ -72,10 +73,9 @@ def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Tra
     base = given | {"accelerate_config": ACCELERATE_CONFIG, **_choose_batch(packed_rows, hardware)}
     known: dict[Trained, Keys] = {"full": base | FULL, "lora": base | LORA, "qlora": base | QLORA}
     candidates = [(name, keys) for name, keys in known.items() if name == trained or (not trained and name != "qlora")]
-    if METHODS[given.get("method", DEFAULT_METHOD)].compares:
-        candidates = [
-            (name, keys | {"learning_rate": keys["learning_rate"] * COMPARING_RATE}) for name, keys in candidates
-        ]
+    facts = METHODS[given.get("method", DEFAULT_METHOD)]
+    share = COMPARING_RATE if facts.compares else SAMPLING_RATE if facts.samples else 1
+    candidates = [(name, keys | {"learning_rate": keys["learning_rate"] * share}) for name, keys in candidates]
     for chosen, keys in candidates:
         plan, advice = _plan(keys, hardware)
         if advice.fits:
@@ -197,6 +197,10 @@ def _method(fit: Fit) -> Iterator[str]:
         yield _line("method", method, METHODS[method].says)
     if "teacher_model_name_or_path" in fit.keys:
         yield _line("teacher_model_name_or_path", fit.keys["teacher_model_name_or_path"], "with the same tokenizer")
+    if "rewards" in fit.keys:
+        yield _line("rewards", fit.keys["rewards"], "what a completion is worth")
+        yield _line("num_generations", 8, "completions of each prompt, which are compared")
+        yield _line("max_completion_length", fit.keys["max_completion_length"], "tokens; the rest is for the prompt")
 
 
 def _trained(fit: Fit) -> Iterator[str]:
@@ -253,7 +257,9 @@ def _line(key: str, value: Any, comment: str = "") -> str:
     written = (
         f"{value:g}".replace("e-0", "e-")
         if isinstance(value, float)
-        else yaml.safe_dump(value, width=10**6, allow_unicode=True)
+        else yaml.safe_dump(
+            value, width=10**6, allow_unicode=True, default_flow_style=True if isinstance(value, list) else None
+        )
     )
     text = f"{key}: {written.removesuffix(chr(10)).removesuffix('...').strip()}"
     return f"{text.ljust(COMMENT_COLUMN - 1)} # {comment}" if comment else text

@@ -9,6 +9,8 @@ FORMAT = re.compile(
     r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*", re.S
 )
 
+THINKING = re.compile(r"<think>(?!.*<think>).*?</think>", re.S)
+
 
 def text_of(completion: Any) -> str:
     """A completion as text; that of a conversation is a list of messages."""
@@ -43,6 +45,15 @@ def has_format(completions: Sequence[Any], **_: Any) -> list[float]:
     return [float(FORMAT.fullmatch(text_of(each)) is not None) for each in completions]
 
 
+def thinks_first(completions: Sequence[Any], **_: Any) -> list[float]:
+    """1 where the completion begins with reasoning in its tags, once; TRL's think_format_reward.
+
+    >>> thinks_first(["<think>2+2</think>4", "4", "<think><think></think>"])
+    [1.0, 0.0, 0.0]
+    """
+    return [float(THINKING.match(text_of(each)) is not None) for each in completions]
+
+
 def leaves_room(completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any) -> list[float]:
     """The share of max_completion_length that each completion leaves unused."""
     return [1 - len(ids) / trainer_state.max_completion_length for ids in completion_ids]
@@ -70,6 +81,7 @@ FUNCTIONS: Mapping[str, Callable[..., list[float]]] = {
     "exact_answer": is_exact,
     "number": has_number,
     "format": has_format,
+    "think_format": thinks_first,
     "length": leaves_room,
     "soft_overlong_punishment": punishes_overlong,
 }

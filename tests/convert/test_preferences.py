@@ -75,7 +75,6 @@ def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path
         (TRL + "loss_type: [sigmoid, hinge]\n", "several losses at once"),
         (TRL + "cpo_alpha: 1.0\n", "another loss (CPO)"),
         (TRL + "beta: 0.1\nf_divergence_type: js_divergence\n", "another loss (JS_DIVERGENCE)"),
-        (TRL + "beta: 0.04\nnum_generations: 8\n", "online RL"),
         (AXOLOTL + "rl: grpo\n", "online RL"),
         (AXOLOTL + "rl: dpo\ndpo_loss_type: [nca_pair]\n", "another loss (NCA_PAIR)"),
         (FACTORY + "stage: dpo\npref_loss: kto_pair\n", "another loss (KTO_PAIR)"),

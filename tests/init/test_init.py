@@ -100,6 +100,11 @@ def test_what_it_writes_fits_by_the_plan(
         ({"question": "a", "better": "b", "worse": "c"}, ("--chosen-column", "better", "--rejected-column", "worse"), {"method": "dpo"}),
         ({"prompt": "a", "completion": "b", "label": False}, (), {"method": "kto"}),
         ({"question": "a", "answer": "b"}, ("--method", "distill", "--teacher", "MODEL"), {"method": "distill"}),
+        (
+            {"question": "a", "answer": "b"},
+            ("--method", "grpo", "--rewards", "exact_answer, length"),
+            {"method": "grpo", "rewards": ["exact_answer", "length"], "max_completion_length": 256, "max_length": 512},
+        ),
         ({"question": "a", "answer": "b"}, ("--method", "qlora"), {"load_in_4bit": True, "use_peft": True}),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
@@ -312,7 +317,7 @@ def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
             ("Which one holds the prompt or question? (none: plain text): ", "w"),
             ("w: no such column; there are u, v\r\nWhich one holds the prompt or question? (none: plain text): ", "u"),
             ("Which one holds the answer?: ", "v"),
-            ("Method (auto, full, lora, qlora, distill) [auto]: ", "full"),
+            ("Method (auto, full, lora, qlora, distill, grpo) [auto]: ", "full"),
             ("GPUs for the run (0: the CPU) ", "2"),
             ("Memory of each GPU [", "80GiB"),
         ):

@@ -1,0 +1,113 @@
+"""Files of TRL's GRPO trainer: their meaning here, what is refused, and a converted file that trains."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.config.schema import recipe_keys
+from finetune.convert.conversion import convert_file
+from finetune.convert.recognize import Refusal
+from finetune.convert.rules import Conversion
+from finetune.convert.tool_keys import TOOLS, TRL_ONLINE
+from tests.training.layouts import steps_of, train_all, write_config
+
+TRL = "model_name_or_path: a/model\ndataset_name: a/prompts\nreward_funcs: [think_format_reward]\n"
+
+
+def convert(text: str, tmp_path: Path) -> Conversion:
+    (tmp_path / "theirs.yaml").write_text(text)
+    return convert_file(tmp_path / "theirs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {"method": "grpo", "rewards": ["think_format"], "learning_rate": 1e-6, "max_completion_length": 256, "max_length": 768, "global_batch_size": 1}),
+        ("max_completion_length: 1024\nmax_prompt_length: 256\n", {"max_completion_length": 1024, "max_length": 1280}),
+        ("per_device_train_batch_size: 16\ngradient_accumulation_steps: 4\nnum_generations: 4\n", {"global_batch_size": 16, "num_generations": 4}),
+        ("gradient_accumulation_steps: 2\nsteps_per_generation: 8\n", {"steps_per_generation": 4}),
+        ("gradient_accumulation_steps: 2\ngeneration_batch_size: 64\n", {"steps_per_generation": 4}),
+        ("scale_rewards: false\nloss_type: dr_grpo\n", {"scale_rewards": "none", "loss_type": "dr_grpo"}),
+        ("scale_rewards: batch\nnum_iterations: 3\nbeta: 0.04\n", {"scale_rewards": "batch", "num_iterations": 3, "beta": 0.04}),
+        ("epsilon_high: 5.0\nloss_type: cispo\ntemperature: 0.7\n", {"epsilon_high": 5.0, "loss_type": "cispo", "temperature": 0.7}),
+        ("loss_type: bnpo\nmask_truncated_completions: true\n", {"loss_type": "dapo", "mask_truncated_completions": True}),
+        ("top_p: 1.0\ntop_k: -1\nrepetition_penalty: 1.0\nuse_vllm: true\nvllm_importance_sampling_cap: 2.0\n", {"method": "grpo"}),
+        ("reward_weights: [2.0]\nuse_peft: true\nlora_dropout: 0.1\n", {"reward_weights": [2.0], "lora_dropout": 0.0}),
+    ],
+)  # fmt: skip
+def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    found = convert(TRL + text, tmp_path)
+    assert expected.items() <= found.recipe.items()
+    assert not found.differences and not found.to_do and found.recipe.get("packing", True)
+
+
+def test_what_is_done_otherwise_is_listed(tmp_path: Path) -> None:
+    found = convert(TRL + "top_p: 0.9\ntop_k: 50\ndelta: 2.0\ntop_entropy_quantile: 0.2\n", tmp_path)
+    assert sorted(line.split(":")[0] for line in found.differences) == ["delta", "top_entropy_quantile", "top_p"]
+    assert {"GRPO with delta", "GRPO with top_entropy_quantile"} <= set(found.missing_capabilities)
+
+
+def test_rewards_of_trl_and_of_the_user_are_named(tmp_path: Path) -> None:
+    names = "[accuracy_reward, my_lib.rewards.short, get_soft_overlong_punishment]"
+    found = convert(TRL.replace("[think_format_reward]", names) + "max_completion_length: 1280\n", tmp_path)
+    rewards = ["my_rewards.py:accuracy_reward", "my_lib/rewards.py:short", "soft_overlong_punishment"]
+    assert found.recipe["rewards"] == rewards and found.recipe["soft_punish_cache"] == 256
+    assert found.to_do == [
+        "reward_funcs: accuracy_reward: write my_rewards.py: from trl.rewards import accuracy_reward"
+    ]
+    none = convert("model_name_or_path: a/model\ndataset_name: a/prompts\nnum_generations: 8\n", tmp_path)
+    assert none.to_do == ["rewards: the file names none; name your functions, such as my_rewards.py:right"]
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("loss_type: sapo\n", "another loss (SAPO)"),
+        ("reward_model_name_or_path: a/rm\n", "a reward model"),
+    ],
+)
+def test_what_has_no_loss_here_is_refused_by_name(text: str, cause: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="not supported") as refusal:
+        convert(TRL + text, tmp_path)
+    assert cause in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_every_key_of_trls_own_trainer_is_known() -> None:
+    config = pytest.importorskip("trl.trainer.grpo_config")
+    known = {pair.theirs for pair in TOOLS["TRL"] + TRL_ONLINE} | recipe_keys().keys()
+    listed = {"max_tool_calling_iterations", "chat_template_kwargs", "model_init_kwargs"}  # as not known here
+    own = config.GRPOConfig.__annotations__.keys()
+    assert own - known == listed
+
+
+@pytest.mark.slow
+def test_a_converted_file_trains_as_trl_counts_its_steps(shared: Path, tmp_path: Path) -> None:
+    lines = (shared / "data" / "gsm8k_train.jsonl").read_text().splitlines()[:24]
+    rows = [{"prompt": json.loads(line)["question"], "answer": json.loads(line)["answer"]} for line in lines]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(completion_ids, **_):\n    return [float(len(set(x))) for x in completion_ids]\n"
+    )
+    theirs = {
+        "model_name_or_path": str(shared / "models" / "stories260k"), "dataset_name": str(tmp_path / "prompts.jsonl"),
+        "reward_funcs": ["my_rewards.short"], "num_generations": 4, "max_completion_length": 16, "max_prompt_length": 400,
+        "per_device_train_batch_size": 16, "num_train_epochs": 2, "num_iterations": 2, "learning_rate": 1e-4, "logging_steps": 1,
+    }  # fmt: skip
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
+    found = convert_file(tmp_path / "theirs.yaml")
+    ours = found.recipe | {"export_at_end": False, "dataset_cache_dir": str(tmp_path / "cache"), "save_steps": None}
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump(ours))
+    train_all(
+        tmp_path,
+        [(tmp_path / "ours.yaml", write_config(tmp_path, "single"), [f"output_dir={tmp_path / 'run'}"])],
+        ranks=1,
+    )
+    steps = steps_of(tmp_path / "run")
+    assert (
+        len(steps) == 2 * 2 * 6
+    )  # 24 prompts, 4 in a step (16 completions, 4 of each), twice each time, in two epochs
+    assert steps[-1]["epoch"] == 2.0 and steps[0]["log_ratio/mean"] < 5e-6 < steps[1]["log_ratio/mean"]
