@@ -325,6 +325,10 @@ RULES: tuple[Rule, ...] = (
     ),
     *(_exclude("expert_parallel_size", has_ep, key, is_set(key, True), f"{key}: true", fix={key: False}) for key in (
         "activation_offload", "optim_in_backward")),
+    _exclude(
+        "expert_parallel_size", has_ep, "torch_compile", is_set("torch_compile", True), "torch_compile: true",
+        "within a layer the host reads how many tokens come from each rank", fix={"torch_compile": False},
+    ),
     # FP8
     Rule(
         name="a quantized base in FP8", keys=(*LOAD_KEYS, "mixed_precision"), needs=("layout",),

@@ -316,12 +316,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # Mixtures
     model_rule(
-        "torch_compile of a mixture", "torch_compile", when=lambda c: c["torch_compile"] and c.model.experts,
-        message="torch_compile: {name} is a mixture of experts; the number of tokens of an expert changes every "
-        "step, which cannot be compiled",
-        fix={"torch_compile": False},
-    ),
-    model_rule(
         "projections of a mixture kept", "activation_checkpointing_keeps",
         when=lambda c: c["activation_checkpointing_keeps"] == "attention_and_projections" and c.model.experts,
         message="activation_checkpointing_keeps: attention_and_projections: the experts of {name} multiply "

@@ -295,14 +295,14 @@ RULES: tuple[Rule, ...] = (
         if key.name.startswith("bnb_4bit")
     ),
     # What is computed and kept
-    *(
-        Rule(
-            name=f"{key} with torch_compile", keys=(key, "torch_compile"),
-            when=both(is_set(key), is_set("torch_compile", True)),
-            message=f"{key}: torch does not {verb} activations inside compiled layers",
-            advice="remove it, or torch_compile", fix={"torch_compile": False},
-        )
-        for key, verb in (("activation_checkpointing_keeps", "select"), ("activation_offload", "offload"))
+    Rule(
+        name="kept activations offloaded from compiled layers",
+        keys=("activation_offload", "activation_checkpointing_keeps", "torch_compile"),
+        when=lambda c: c["torch_compile"] and c["activation_offload"]
+        and c["activation_checkpointing_keeps"] != "nothing",
+        message="activation_offload: of compiled layers only the inputs are offloaded, not what "
+        "activation_checkpointing_keeps names",
+        advice="remove one of them, or torch_compile", fix={"activation_checkpointing_keeps": "nothing"},
     ),
     Rule(
         name="DoRA's products kept", keys=("activation_checkpointing_keeps", "use_dora"),

@@ -460,13 +460,13 @@ class Model:
         Literal["nothing", "attention", "attention_and_projections"],
         "What a checkpointed layer keeps beside its input, instead of computing it again: the output of attention, "
         "whose computation grows with the length of documents; with the products around it (query, key, value, "
-        "output). More memory, less time. Not with torch_compile.",
+        "output). More memory, less time.",
     ] = "nothing"
     activation_offload: Annotated[
         bool,
         "Keep what checkpointed layers keep (their inputs, and what activation_checkpointing_keeps names) in host "
         "memory until the backward, copied beside the computation; on CUDA, where the Accelerate config turns "
-        "activation checkpointing on. Not with torch_compile.",
+        "activation checkpointing on. With torch_compile only the inputs, without activation_checkpointing_keeps.",
     ] = False
     attention_dropout: Annotated[
         float | None,

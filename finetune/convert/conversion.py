@@ -279,8 +279,6 @@ def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None
     if found.recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
         del found.recipe["activation_offload"]
         found.remarks.append("activation offloading is dropped: without activation checkpointing there is none here")
-    if found.recipe.get("activation_offload") and found.recipe.pop("torch_compile", None):
-        found.remarks.append("torch_compile is dropped: torch does not offload activations inside compiled layers")
     if found.recipe.get("optim_in_backward") and layout.sharding == "offload":
         del found.recipe["optim_in_backward"]
         found.remarks.append("optimizer_in_bwd is dropped: under CPU offload gradients are in host memory already")

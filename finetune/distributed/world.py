@@ -367,6 +367,8 @@ def configure_compiler() -> None:
     # Epsilons and scales as constants at once: as symbols they become constants after a whole compile, which then
     # starts over.
     torch._dynamo.config.specialize_float = True
+    # A checkpointed layer leaves what its router chose (models/moe/experts.py); when it is recomputed, it need not.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def _keep_compiled() -> None:

@@ -79,6 +79,11 @@ class _Kept:
         return tensor
 
 
+def address(tensor: Tensor) -> int:
+    """Where the storage of `tensor` lies."""
+    return tensor.untyped_storage().data_ptr()
+
+
 class _Layer:
     """What one forward of a checkpointed layer keeps, and the layer below it."""
 
@@ -87,8 +92,10 @@ class _Layer:
         # What stands in for a tensor has to end with the graph that needs it, not when cycles are collected.
         self._kept: list[ref[_Kept]] = []
 
-    def keep(self, tensor: Tensor) -> "_Kept | Tensor":
-        """What stands in for `tensor`, or the tensor itself where it is not worth a copy."""
+    def keep(self, tensor: Tensor, storage: int | None = None) -> "_Kept | Tensor":
+        """What stands in for `tensor`, or the tensor itself where it is not worth a copy, or not in `storage`."""
+        if storage not in (None, address(tensor)):
+            return tensor
         if not tensor.is_floating_point() or tensor.nbytes < MIN_OFFLOADED_BYTES:
             return tensor
         kept = _Kept(tensor, self, self._copies)
@@ -111,22 +118,24 @@ class _Layer:
 
 
 class ActivationOffload:
-    """Offloads the activations that checkpointed layers keep. A layer takes part once its checkpointing function has
-    been passed to `wrap`."""
+    """Offloads the activations that checkpointed layers keep. A layer takes part once its checkpointing function, or
+    its compiled forward, has been passed to `wrap`."""
 
     def __init__(self, copies: CudaCopies) -> None:
         self._copies = copies
         self._latest: _Layer | None = None
 
-    def wrap(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """The checkpointing function of a layer; its inputs are offloaded, which are all that it saves by itself."""
+    def wrap(self, function: Callable[..., Any], is_compiled: bool = False) -> Callable[..., Any]:
+        """The checkpointing function of a layer, whose inputs are offloaded, which are all that it saves by itself; or
+        its compiled forward, which saves its parameters and its other arguments as well, with its hidden state."""
 
-        def offloaded(function: Callable[..., Any], *inputs: Any) -> Any:
+        def offloaded(*inputs: Any, **others: Any) -> Any:
             if not torch.is_grad_enabled():  # nothing is kept
-                return checkpoint(function, *inputs)
+                return function(*inputs, **others)
             above, self._latest = self._latest, _Layer(self._latest, self._copies)
-            with saved_tensors_hooks(self._latest.keep, _take):
-                outputs = checkpoint(function, *inputs)
+            keep = partial(self._latest.keep, storage=address(inputs[0])) if is_compiled else self._latest.keep
+            with saved_tensors_hooks(keep, _take):
+                outputs = function(*inputs, **others)
             if above is not None:  # of the layer before, whose copy had this layer's forward to end in
                 above.release()
             return outputs
@@ -243,9 +252,9 @@ def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
     return choose
 
 
-def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
+def compile_layers(model: nn.Module, backend: str = "inductor", offload: ActivationOffload | None = None) -> int:
     """Compiles the forward of every decoder layer (regional compilation) of a sharded model, and a chunk of its loss;
-    returns how many layers.
+    returns how many layers. Those that are checkpointed are so within what is compiled, with `offload` around it.
 
     Only `forward`, not the module's call: sharding's hooks stay outside, and the layers, which are alike, share one
     compiled body. After sharding, because FSDP2 changes a layer's class: the forward compiled before would be the old
@@ -256,6 +265,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
     layers = decoder_layers(model)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
+        if offload is not None and layer.gradient_checkpointing:
+            layer.forward = offload.wrap(layer.forward, is_compiled=True)
     model.get_input_embeddings().register_forward_hook(_match_grad_mode)  # type: ignore[operator]
     head = model.get_output_embeddings()  # type: ignore[operator]
     head.chunk_function = torch.compile(compute_fused_chunk, dynamic=True, backend=backend)

@@ -39,7 +39,6 @@ from finetune.models.head.log_probabilities import DivergenceOptions, TeacherSco
 from finetune.models.lora import add_adapters, is_adapter, names_of_parameters, read_adapter, with_adapters
 from finetune.models.moe.experts import (
     count_active,
-    expert_modules,
     install_experts,
     install_routing,
     keep_factors,
@@ -108,7 +107,7 @@ def load_model(
     install_loss(built, *_read_token_loss(optimization))
     if optimization is not None and optimization.neftune_noise_alpha is not None:
         install_embedding_noise(built, optimization.neftune_noise_alpha)
-    install_experts(built, world, frozen if lora.use_peft else DTYPES[model.dtype])
+    install_experts(built, world, frozen if lora.use_peft else DTYPES[model.dtype], model.torch_compile)
     install_routing(built, model.router_aux_loss_coef)
     if model.use_liger_kernel:
         use_liger_kernels(built)
@@ -129,10 +128,11 @@ def load_model(
         values = with_adapters(base, shapes, seed, used)
         if lora.adapter_name_or_path is not None:
             values = read_adapter(built, find_adapter(lora.adapter_name_or_path), values)
-    if world.sharding.activation_checkpointing:
-        offload = ActivationOffload(CudaCopies()) if model.activation_offload else None
+    checkpoints = world.sharding.activation_checkpointing
+    offload = ActivationOffload(CudaCopies()) if checkpoints and model.activation_offload else None
+    if checkpoints:
         keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
-        checkpoint_activations(built, *keys, offload)
+        checkpoint_activations(built, *keys, None if model.torch_compile else offload)
     size = count_parameters(built)
     if stored and quantization.bits is None:
         raise UserError(
@@ -156,7 +156,7 @@ def load_model(
     record_outputs(unwrap(sharded))
     fill_quantized_layers(unwrap(sharded), base, stored, world)
     if model.torch_compile:
-        compile_layers(unwrap(sharded))
+        compile_layers(unwrap(sharded), offload=offload)
     return sharded, size
 
 
@@ -332,14 +332,14 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     values, stored = read_base_values(model, config, keys)
     install_attention(model, keys.attn_implementation, world.sequence_group)
     install_loss(model)
-    install_experts(model, world, dtype)
+    install_experts(model, world, dtype, keys.torch_compile)
     size = count_parameters(model)
     unfilled = quantize_layers(model, quantization, dtype, stored) if quantization.bits else frozenset[str]()
     # The Accelerate file names the student's layers; a teacher of another family has its own.
     own = replace(world, sharding=replace(world.sharding, wrap_classes=()))
     parallelize(model, values, own, unfilled)
     fill_quantized_layers(model, values, stored, world)
-    if keys.torch_compile and not expert_modules(model):  # whose tokens for each expert differ from step to step
+    if keys.torch_compile:
         compile_layers(model)
     method = recipe.method
     return Teacher(model, size, DivergenceOptions(method.distill_beta, method.temperature, method.distill_alpha))

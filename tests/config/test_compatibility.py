@@ -157,7 +157,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([LORA, "lora_target_modules=[out_proj]"], FSDP2, 2, LLAMA | {"model_type": "falcon_h1"}, None,
      "peft cannot adapt conv1d and out_proj of falcon_h1; name other"),
     # mixtures
-    (["torch_compile=true"], FSDP2, 2, MIXTURE, None, "the number of tokens of an expert changes every step, which cannot be compiled; set torch_compile: false"),
+    (["torch_compile=true"], EP, 2, MIXTURE, None, "torch_compile: true cannot be combined with expert_parallel_size: within a layer the host"),
     (["activation_checkpointing_keeps=attention_and_projections"], FSDP2, 2, MIXTURE, None, "the experts of M multiply matrices"),
     (["optim=adafactor"], FSDP2, 2, MIXTURE, None, "experts of a layer are a stack of matrices"),
     (["router_aux_loss_coef=0.1"], FSDP2, 2, LLAMA, None, "router_aux_loss_coef: M is a dense model (llama); remove it"),

@@ -118,9 +118,9 @@ MISTAKES = {
     "max_samples: 5": [
         "F:4: max_samples: a key of each entry of datasets; write it there, as in datasets=[{path: ..., max_samples: ...}]"
     ],
-    "torch_compile: true\nactivation_checkpointing_keeps: attention": [
-        "F:5: activation_checkpointing_keeps: torch does not select activations inside compiled layers; remove it, or "
-        "torch_compile"
+    "torch_compile: true\nactivation_checkpointing_keeps: attention\nactivation_offload: true": [
+        "F:6: activation_offload: of compiled layers only the inputs are offloaded, not what activation_checkpointing_keeps "
+        "names; remove one of them, or torch_compile"
     ],
     "chat_template_date: today": ["F:4: chat_template_date: today: not a date; use the form 2026-01-31"],
     "profile_steps: [3]": ["F:4: profile_steps: [3] does not fit; a list with one more entry is expected"],

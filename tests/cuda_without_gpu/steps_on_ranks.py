@@ -25,6 +25,7 @@ from finetune.distributed.world import World, join, leave
 from finetune.models import load
 from finetune.models.attention import kernels as document_attention
 from finetune.models.checkpointing import compile_layers
+from finetune.models.moe.experts import find_routing
 from finetune.optim.build import build_optimizer
 from finetune.training.evaluate import answer, measure_held_out
 from finetune.training.objectives.sft import SFT
@@ -112,10 +113,18 @@ def run(job: dict[str, Any], folder: Path, world: World, patch: pytest.MonkeyPat
     load.compile_layers = functools.partial(compile_layers, backend=backend)
     document_attention._can_use_varlen = takes_varlen if job["varlen"] else on_cpu
     world = replace(world, sharding=replace(world.sharding, activation_checkpointing=True))
-    lora = Lora(use_peft=True, lora_target_modules=["q_proj", "down_proj"]) if job["lora"] else Lora()
+    adapted: dict[str, Any] = {"lora_target_modules": ["q_proj", "down_proj"]}
+    if job["family"] == "mixtral":
+        adapted = {
+            "lora_target_modules": ["q_proj"],
+            "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        }
+    lora = Lora(use_peft=True, **adapted) if job["lora"] else Lora()
     recipe = Recipe(
         path="recipe.yaml",
-        model=Model(model_name_or_path=str(folder), torch_compile=job["compile"]),
+        model=Model(
+            model_name_or_path=str(folder), torch_compile=job["compile"], activation_checkpointing_keeps=job["keeps"]
+        ),
         optimization=TRAINED_FROM,
     )
     model, _ = load.load_model(recipe.model, lora, 0, world)
@@ -161,6 +170,9 @@ def run(job: dict[str, Any], folder: Path, world: World, patch: pytest.MonkeyPat
         found["calls"].append(backend.calls - calls)
         found["unique_graphs"].append(counters["stats"]["unique_graphs"])  # by dynamo's own count
     found["differentiated"] = backend.differentiated
+    found["graph_breaks"] = dict(counters["graph_break"])
+    routing = find_routing(model)
+    found["chosen"] = routing.take_metrics(world) if routing is not None else {}
     found["saved_bytes"] = saved_bytes(lambda: model(**micro_batch(STEPS[-1]).inputs))
     return found
 
@@ -172,6 +184,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     if world.is_main:
         make_model(folder / "llama", head_dim=HEAD_SIZE)
+        make_model(folder / "mixtral", model_type="mixtral", head_dim=HEAD_SIZE, num_local_experts=4)
         build("gemma2", vocab_size=len(make_tokenizer())).save_pretrained(folder / "gemma2")
     world.barrier()
     results = {}

@@ -11,13 +11,19 @@ from tests.cuda_without_gpu.steps_on_ranks import HEAD_SIZE, LONGEST, STEPS
 from tests.ranks import launch_ranks
 
 LAYERS = 2
-PLAIN = {"family": "llama", "varlen": False, "flex": False, "compile": False, "lora": False, "differentiates": False}
+PLAIN = {"family": "llama", "varlen": False, "flex": False, "compile": False, "lora": False, "differentiates": False,
+         "keeps": "nothing"}  # fmt: skip
 # `differentiates`: see CountingBackend.
 JOBS: dict[str, dict[str, Any]] = {
     "cpu": {},
     "compiled": {"varlen": True, "compile": True, "differentiates": True},
     "lora, cpu": {"lora": True},
     "lora, compiled": {"varlen": True, "compile": True, "lora": True},
+}
+# With adapters on the experts.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "cpu": {"family": "mixtral", "lora": True},
+    "compiled": {"family": "mixtral", "lora": True, "varlen": True, "compile": True, "keeps": "attention"},
 }
 CAPPED: dict[str, dict[str, Any]] = {
     "cpu": {"family": "gemma2"},
@@ -76,6 +82,19 @@ def test_compiled_layers_under_fsdp2_keep_no_more_activations_for_backward(found
     rotary = 2 * LONGEST * HEAD_SIZE * 4
     for rank in (0, 1):
         assert found["compiled"][rank]["saved_bytes"] <= found["cpu"][rank]["saved_bytes"] + rotary
+
+
+@pytest.mark.slow
+def test_a_mixture_compiles_to_one_graph_without_a_break(tmp_path: Path) -> None:
+    """What its routers choose is counted outside of the compiled layers, and the same; attention's outputs are kept."""
+    found = run_jobs(tmp_path, MIXTURES)
+    for rank in (0, 1):
+        each, expected = found["compiled"][rank], found["cpu"][rank]
+        for what in ("losses", "norms", "held_out"):
+            assert each[what] == pytest.approx(expected[what], rel=1e-5), what
+        assert each["chosen"] == expected["chosen"]
+        assert each["graphs"] == [*([2, 0] if rank == 0 else [1, 1]), 0, 0, 0]
+        assert each["graph_breaks"] == {}
 
 
 @pytest.mark.slow

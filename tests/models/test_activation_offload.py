@@ -8,16 +8,25 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from finetune.config.schema import Lora
 from finetune.models import checkpointing as activation_offload
+from finetune.models.attention import kernels
 from finetune.models.attention.documents import install_attention
-from finetune.models.checkpointing import ActivationOffload, CudaCopies, _Kept, checkpoint_activations
+from finetune.models.checkpointing import (
+    ActivationOffload,
+    CudaCopies,
+    _Kept,
+    checkpoint_activations,
+    compile_layers,
+)
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.cross_entropy import install_loss
 from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture
+from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.plan.test_activations import CONFIG, DOCUMENTS, packed_inputs
 from tests.plan.traced import allocated_after, allocated_peak
 
@@ -100,6 +109,23 @@ def test_gradients_are_the_same_bit_for_bit_and_the_device_holds_one_layer(
     ]
     planned = [sum(DOCUMENTS) * sum(kept_bytes(a, run).values()) for run in runs]
     assert held[0] - held[1] == planned[0] - planned[1] > 0
+
+
+def test_compiled_layers_offload_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no parameter, which they save as well; in the graphs that they have without it."""
+    register_cpu_kernels()
+    monkeypatch.setattr(kernels, "_can_use_varlen", takes_varlen)
+    torch._dynamo.reset()
+    counters.clear()
+    copies = NumpyCopies()
+    plain, ours = build(), build()
+    compile_layers(plain, backend="aot_eager")
+    compile_layers(ours, backend="aot_eager", offload=ActivationOffload(copies))
+    assert torch.equal(backward(plain), backward(ours))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert copies.calls.count("away") == LAYERS and copies.calls.count("back") == LAYERS - 1
+    held = [allocated_after(lambda: model.model(**packed_inputs(), use_cache=False)) for model in (plain, ours)]  # noqa: B023
+    assert held[0] - held[1] == (LAYERS - 1) * 2 * CONFIG["hidden_size"] * sum(DOCUMENTS)
 
 
 def test_the_backward_holds_two_layers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,12 +16,24 @@ from transformers import AutoModelForCausalLM
 from finetune.config.layout import Layout, MixedPrecision, Sharding
 from finetune.config.schema import Lora
 from finetune.distributed.parallelize import local_part
+from finetune.models.attention import kernels
+from finetune.models.attention.documents import install_attention
+from finetune.models.checkpointing import checkpoint_activations, compile_layers
+from finetune.models.head.cross_entropy import install_loss
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
-from finetune.models.moe.experts import choose_experts_implementation, expert_modules, keep_factors
+from finetune.models.moe.experts import (
+    choose_experts_implementation,
+    expert_modules,
+    find_routing,
+    install_routing,
+    keep_factors,
+)
 from finetune.models.moe.grouped import register_grouped
 from finetune.models.moe.parallel import DividedExperts, divide_layer
 from finetune.training.reference import adapters_off
+from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
+from tests.models.families import VOCABULARY, documents, packed
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CHOICES = [
@@ -125,6 +138,34 @@ def test_adapters_of_experts_compute_what_peft_does_and_nothing_of_the_size_of_t
     with adapters_off(model), torch.no_grad():
         without = model(input_ids=torch.arange(3, 11)[None], use_cache=False).logits.square().mean()
     assert abs(without - found[0]) > 0.01 * found[0]
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_layers_of_a_mixture_compile_to_one_graph_without_a_break(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters on experts, checkpointed, balanced: the loss, gradients, and what routers chose, of rows of two lengths."""
+    register_cpu_kernels()
+    monkeypatch.setattr(kernels, "_can_use_varlen", takes_varlen)
+    torch._dynamo.reset()
+    counters.clear()
+    found = []
+    for is_compiled in (False, True):
+        model = make_model(family, "grouped", adapted=True, vocab_size=VOCABULARY).train()
+        install_attention(model)
+        install_loss(model)
+        install_routing(model, 0.1)
+        keep_factors(model)
+        checkpoint_activations(model, 1, "attention")
+        if is_compiled:
+            compile_layers(model, backend="eager")
+        for length in (40, 24):
+            inputs = packed(documents((length,))) | {"token_mask": torch.ones(1, length, dtype=torch.bool)}
+            loss, routing = model(**inputs, use_cache=False), find_routing(model)
+            assert routing is not None
+            (loss + routing.auxiliary_loss(routing.selected(), length)).backward()
+        found.append([routing._counts, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 1e-5 * one.norm()
 
 
 def test_widths_that_grouped_products_do_not_take_are_multiplied_all_the_same() -> None:

@@ -25,6 +25,7 @@ from finetune.errors import UserError
 from finetune.models.moe.grouped import GROUPED, Factors, compute_in_groups, register_grouped
 
 ATTRIBUTE = "expert_routing"  # of a transformers model
+SEEN = "seen_output"  # of a router, between its forward and the end of the model's
 
 
 def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device_type: str) -> str:
@@ -35,10 +36,12 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
     return GROUPED if device_type == "cuda" and dtype == torch.bfloat16 else "eager"
 
 
-def install_experts(model: Any, world: World, dtype: torch.dtype) -> None:
-    """Makes a mixture compute its experts, whose parameters will be kept in `dtype`, as this machine does best."""
+def install_experts(model: Any, world: World, dtype: torch.dtype, is_compiled: bool) -> None:
+    """Makes a mixture compute its experts, whose parameters will be kept in `dtype`, as this machine does best, or as
+    torch can compile it."""
     register_grouped()
-    set_experts_implementation(model, choose_experts_implementation(world.sharding, dtype, world.device.type))
+    best = choose_experts_implementation(world.sharding, dtype, world.device.type)
+    set_experts_implementation(model, GROUPED if is_compiled else best)
 
 
 def set_experts_implementation(model: Any, name: str) -> None:
@@ -155,7 +158,7 @@ class Routing:
     def __init__(
         self, model: nn.Module, routers: Sequence[tuple[nn.Module, int]], config: Any, coefficient: float
     ) -> None:
-        self.coefficient = coefficient
+        self.coefficient, self._routers = coefficient, routers
         self.layers = len(routers)
         self.experts = count_experts(config.to_dict())
         self._chosen_per_token = count_chosen(config.to_dict()) or 1
@@ -168,8 +171,8 @@ class Routing:
         self._logits: dict[int, Tensor] = {}  # of the last forward, by layer
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
-        for layer, (router, index) in enumerate(routers):
-            router.register_forward_hook(partial(self._see, layer, index))
+        for router, _ in routers:
+            router.register_forward_hook(self._see)
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._is_open = model.training and "labels" in kwargs
@@ -177,20 +180,25 @@ class Routing:
         self._mask = None if mask is None else mask.flatten()
         self._logits.clear()
 
-    def _end(self, *_: Any) -> None:
-        self._is_open = False
+    def _see(self, router: nn.Module, _inputs: Any, output: Any) -> None:
+        # Within a layer that may be compiled: the same for all of them.
+        if self._is_open:
+            setattr(router, SEEN, output)
 
-    def _see(self, layer: int, index: int, _router: nn.Module, _inputs: Any, output: Any) -> None:
+    def _end(self, *_: Any) -> None:
         if not self._is_open:
             return
-        logits = (output if isinstance(output, tuple) else (output,))[index].flatten(0, -2)
-        if self.coefficient:
-            self._logits[layer] = logits
-        if self._is_counted:
-            chosen = _chosen(output, logits, self._chosen_per_token)
-            if self._counts is None:
-                self._counts = torch.zeros(self.layers, self.experts, device=logits.device)
-            self._counts[layer] += self._count(chosen)
+        self._is_open = False
+        for layer, (router, index) in enumerate(self._routers):
+            output = vars(router).pop(SEEN)
+            logits = (output if isinstance(output, tuple) else (output,))[index].flatten(0, -2)
+            if self.coefficient:
+                self._logits[layer] = logits
+            if self._is_counted:
+                chosen = _chosen(output, logits, self._chosen_per_token)
+                if self._counts is None:
+                    self._counts = torch.zeros(self.layers, self.experts, device=logits.device)
+                self._counts[layer] += self._count(chosen)
 
     def _count(self, chosen: Tensor) -> Tensor:
         """Tokens for each expert, of `chosen` [tokens, experts of a token]: float32[experts]."""
