@@ -11,7 +11,7 @@ from pathlib import Path
 
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
-from finetune.config.facts import with_expert_parallelism
+from finetune.config.facts import with_recipe_keys
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.reader import find_file, read_recipe
 from finetune.config.yaml_file import find_yaml
@@ -36,7 +36,7 @@ def launch_command(options: argparse.Namespace) -> int:
     file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config") if config else None
     if file is not None and options.num_processes is None:
         _say_ranks(file, ranks)
-    sharding = with_expert_parallelism(sharding, recipe)
+    sharding = with_recipe_keys(sharding, recipe)
     refuse_problems(find_problems(recipe, sharding, find_local_facts(recipe.model), ranks))
 
     script = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]

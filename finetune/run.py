@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
-from finetune.config.facts import with_expert_parallelism
+from finetune.config.facts import with_recipe_keys
 from finetune.config.layout import Sharding
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.reader import read_overrides, read_recipe
@@ -38,7 +38,7 @@ def main() -> None:
 
 def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbacks: Sequence[Any] = ()) -> None:
     """A run from its recipe to its export. `callbacks`: beside the recipe's."""
-    recipe, sharding = complete_lora(recipe), with_expert_parallelism(sharding, recipe)
+    recipe, sharding = complete_lora(recipe), with_recipe_keys(sharding, recipe)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     refuse_problems(find_problems(recipe, sharding, find_local_facts(recipe.model), ranks))  # before torch is imported
     set_library_environment(deterministic=recipe.run.deterministic)

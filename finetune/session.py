@@ -21,7 +21,7 @@ from finetune.checkpoint.retention import step_folder
 from finetune.checkpoint.save import Saver
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
-from finetune.config.facts import adopt_quantization, with_expert_parallelism
+from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import Sharding
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.published_names import adopt_published_names
@@ -144,7 +144,7 @@ class Session:
         """
         file = expect_recipe(recipe).run.accelerate_config
         sharding = config if isinstance(config, Sharding) else read_sharding(config, file, os.environ)
-        recipe, sharding = complete_lora(recipe), with_expert_parallelism(sharding, recipe)
+        recipe, sharding = complete_lora(recipe), with_recipe_keys(sharding, recipe)
         set_library_environment(deterministic=recipe.run.deterministic)
         if AcceleratorState._shared_state:
             raise UserError("a session, or an Accelerator, is open in this process; close it first")

@@ -242,8 +242,8 @@ def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
     optimizer = unwrap_optimizer(optimizer)
     weights, moments = get_model_state(model, optimizer), get_optimizer_state(model, optimizer)
     with torch.no_grad():
-        read_shards(weights, MODEL, checkpoint)
-        read_shards(select_tensors(moments), OPTIMIZER, checkpoint)
+        read_shards(weights, MODEL, checkpoint, world)
+        read_shards(select_tensors(moments), OPTIMIZER, checkpoint, world)
     set_model_state(model, weights)
     set_optimizer_state(model, optimizer, moments)
     progress = read_progress(checkpoint)

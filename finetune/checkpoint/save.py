@@ -36,6 +36,7 @@ from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, PROCESSOR_FILES, 
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.language_model import has_other_parts
 from finetune.distributed.parallelize import unwrap
+from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files import durable
@@ -145,18 +146,30 @@ class Saver:
         size = self._stage(Progress(), shards, is_published=False)
         if not had_state:  # torch has made the moments in order to name them, at its step 1
             self.optimizer.state.clear()
-        parameters = count_parameters(self.model)
+        parameters = self._count_parameters()
         self._ranks.on_main(
             lambda: refuse_small_disk(self.run_folder, self.recipe, steps, size, parameters, steps_per_epoch)
         )
         return size
+
+    def _count_parameters(self) -> int:
+        """The whole model's. All ranks call it."""
+        by_rank: list[int] = self._ranks.on_all(lambda: count_parameters(self.model))
+        return sum(by_rank[:: self.world.stage_size])
 
     def _shards(self) -> list[TensorShard]:
         parts = {
             MODEL: get_model_state(self.model, self.optimizer),
             OPTIMIZER: select_tensors(get_optimizer_state(self.model, self.optimizer)),
         }
-        return [shard for part, tensors in parts.items() for shard in list_shards(tensors, part)]
+        stages = self.world.stages
+        shards = [shard for part, tensors in parts.items() for shard in list_shards(tensors, part, stages)]
+        pipeline = find_pipeline(unwrap(self.model))
+        copied = tuple(f"{name}." for name in pipeline.copied) if pipeline else ()
+        return [
+            replace(shard, is_first_copy=False) if f"{shard.name}.".removeprefix("state.").startswith(copied) else shard
+            for shard in shards
+        ]
 
     def _write_in_thread(self, progress: Progress, shards: list[TensorShard], event: Any) -> None:
         try:

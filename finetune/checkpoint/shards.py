@@ -33,6 +33,8 @@ from finetune.distributed.accelerator import TENSOR
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.fsdp1 import optimizer_state_without_pickles
 from finetune.distributed.parallelize import local_part, tied_names, unwrap
+from finetune.distributed.pipeline import find_pipeline
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files.tensors import header_bytes, read_folder, read_slice
 from finetune.models.lora import is_adapter
@@ -163,12 +165,15 @@ def select_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if isinstance(value, kinds)}
 
 
-def list_shards(state: Mapping[str, Any], part: str) -> list[TensorShard]:
+def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[TensorShard]:
     """This rank's shards of all tensors, in order of name. The tensors are those of `state`, not copies.
 
     Tensors that every rank holds whole (DDP, scalars) are dealt out over the ranks by size, so that all write alike.
+
+    stages: Groups of ranks that hold different layers.
     """
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, size = (dist.get_rank(), dist.get_world_size() // stages) if dist.is_initialized() else (0, 1)
+    first, rank = rank - rank % size, rank % size
     whole = sorted(
         (n for n, t in state.items() if not isinstance(t, DTensor | ShardedTensor | OffloadedTensor)),
         key=lambda n: (-state[n].nbytes, n),
@@ -180,9 +185,9 @@ def list_shards(state: Mapping[str, Any], part: str) -> list[TensorShard]:
     found = []
     for name, tensor in sorted(state.items()):
         if isinstance(tensor, DTensor):
-            found += _shards_of_dtensor(part, name, tensor)
+            found += _shards_of_dtensor(part, name, tensor, first)
         elif isinstance(tensor, OffloadedTensor):
-            found += [replace(shard, tensor=tensor) for shard in _shards_of_dtensor(part, name, tensor.layout)]
+            found += [replace(shard, tensor=tensor) for shard in _shards_of_dtensor(part, name, tensor.layout, first)]
         elif isinstance(tensor, ShardedTensor):
             found += _shards_of_sharded_tensor(part, name, tensor)
         else:
@@ -191,14 +196,14 @@ def list_shards(state: Mapping[str, Any], part: str) -> list[TensorShard]:
     return found
 
 
-def _shards_of_dtensor(part: str, name: str, tensor: DTensor) -> list[TensorShard]:
+def _shards_of_dtensor(part: str, name: str, tensor: DTensor, first_rank: int) -> list[TensorShard]:
     local = local_part(tensor).detach()
     if local.numel() == 0 and tensor.numel() > 0:
         return []
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     coordinate = tensor.device_mesh.get_coordinate() or ()
     # Of a tensor that is whole in a dimension of all ranks, each mesh of the others holds a copy.
-    first = 0 in tensor.device_mesh.mesh and all(
+    first = first_rank in tensor.device_mesh.mesh and all(
         index == 0
         for index, placement in zip(coordinate, tensor.placements, strict=True)
         if isinstance(placement, Replicate)
@@ -231,15 +236,17 @@ def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
                 yield chunk.cpu().view(torch.uint8).numpy().data
 
 
-def read_shards(state: Mapping[str, Any], part: str, checkpoint: Path) -> None:
+def read_shards(state: Mapping[str, Any], part: str, checkpoint: Path, world: World) -> None:
     """Fills this rank's shards of `state` from the checkpoint's `part`, whose tensors must be the same by name and
-    shape.
+    shape. All ranks call it.
 
     Raises `UserError`, before anything is read, where they are not.
     """
     has_files = any((checkpoint / part).glob("*.safetensors"))  # an optimizer without state (SGD) leaves none
-    shards, stored = list_shards(state, part), read_folder(checkpoint / part) if has_files or part == MODEL else {}
-    missing, left = sorted(state.keys() - stored.keys()), sorted(stored.keys() - state.keys())
+    stored, stages = read_folder(checkpoint / part) if has_files or part == MODEL else {}, world.stages
+    shards = list_shards(state, part, stages)
+    known = state.keys() if stages == 1 else {name for names in world.gather(sorted(state)) for name in names}
+    missing, left = sorted(known - stored.keys()), sorted(stored.keys() - known)
     if missing or left:
         named = f"it lacks {missing[0]}" if missing else f"there is no {left[0]} here"
         what = "from a different model" if part == MODEL else "with a different optimizer or model"
@@ -273,10 +280,13 @@ def set_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """The whole model's parameters over all ranks, tied ones once."""
+    """The whole model's parameters over all ranks with these layers, tied ones once."""
     state: dict[str, Any] = get_model_state_dict(model)
     layers = quantized_layers(unwrap(model))
-    skipped = {*tied_names(unwrap(model)), *(f"{name}.{part}" for name, _ in layers for part in (CODES, SCALES))}
+    pipeline = find_pipeline(unwrap(model))
+    copied = pipeline.copied if pipeline else ()
+    quantized = (f"{name}.{part}" for name, _ in layers for part in (CODES, SCALES))
+    skipped = {*copied, *tied_names(unwrap(model)), *quantized}
     plain: int = sum(math.prod(tensor.size()) for name, tensor in state.items() if name not in skipped)
     return plain + sum(math.prod(layer.whole) for _, layer in layers)
 
@@ -286,9 +296,10 @@ def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankG
 
     `shards`: all of this rank's, first copies or not. One digest a rank crosses the wire, two under tensor parallelism.
     """
-    group_size, tensors = ranks.world.shard_group_size, ranks.world.size // ranks.world.tensor_group_count
-    if ranks.world.size > group_size:  # several replicas
-        _refuse_different(shards, step, ranks, lambda rank: rank % group_size)
+    group_size, tensors = ranks.world.shard_group_size, ranks.world.stage_size // ranks.world.tensor_group_count
+    stage = ranks.world.stage_size
+    if stage > group_size:  # several replicas
+        _refuse_different(shards, step, ranks, lambda rank: rank - rank % stage + rank % stage % group_size)
     if tensors > 1:
         whole = [shard for shard in shards if not shard.is_divided]
         _refuse_different(whole, step, ranks, lambda rank: rank - rank % tensors)

@@ -348,6 +348,11 @@ def adopt_quantization(recipe: Recipe, facts: ModelFacts) -> Recipe:
     return recipe if facts.quantization is None else replace(recipe, quantization=facts.quantization)
 
 
-def with_expert_parallelism(layout: "Sharding", recipe: Recipe) -> "Sharding":
-    """`layout` with the recipe's `expert_parallel_size`."""
-    return replace(layout, expert_parallel_size=recipe.model.expert_parallel_size)
+def with_recipe_keys(layout: "Sharding", recipe: Recipe) -> "Sharding":
+    """`layout` with the keys of it that the recipe has."""
+    return replace(
+        layout,
+        expert_parallel_size=recipe.model.expert_parallel_size,
+        pipeline_parallel_size=recipe.model.pipeline_parallel_size,
+        pipeline_schedule=recipe.model.pipeline_schedule,
+    )

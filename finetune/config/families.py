@@ -104,6 +104,11 @@ class Family:
         return bool(self.defaults) and not self.is_of_vision
 
     @property
+    def has_pipeline(self) -> bool:
+        """Whether tests/training/test_pipeline.py holds its losses to those of one process."""
+        return self.is_planned
+
+    @property
     def has_expert_parallelism(self) -> bool:
         """Whether tests/training/test_expert_parallel.py holds its losses to those of one process."""
         return self.is_planned and self.mixture is not None

@@ -1,12 +1,13 @@
 """The layout of a run as one value: what an Accelerate file says, interpreted. Torch-free."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from math import lcm, prod
 from typing import Any, Literal, cast, get_args
 
 from finetune.config.model_rules import FP8_MULTIPLE
-from finetune.config.schema import Lora, Model
+from finetune.config.schema import Lora, Model, PipelineSchedule
 from finetune.constants import COMPUTE_DTYPE
 from finetune.units import counted
 
@@ -101,6 +102,7 @@ DIVISIONS: Mapping[str, tuple[str, str]] = {
     "tp_size": ("tensor_parallel_size", "the matrices of each layer"),
 }
 UNDIVIDED: Mapping[str, Any] = {name: 1 for name, _ in DIVISIONS.values()}
+CHUNKS_PER_RANK: Mapping[PipelineSchedule, int] = {"1f1b": 1, "interleaved_1f1b": 2}
 GROUP_KEYS = ("tp_size", "cp_size", "sp_size")
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 PLAIN_LAUNCH = "a plain launch (no Accelerate file)"
@@ -122,6 +124,8 @@ class Sharding:
     sequence_parallel_size: int = 1  # ranks that divide the tokens of a row between them
     tensor_parallel_size: int = 1  # ranks that divide the matrices of a layer between them
     expert_parallel_size: int = 1  # ranks that divide the experts of a layer between them; a recipe's key
+    pipeline_parallel_size: int = 1  # groups of ranks that have the layers one after another; a recipe's key
+    pipeline_schedule: PipelineSchedule = "1f1b"  # a recipe's key
     wrapping: Wrapping = "TRANSFORMER_BASED_WRAP"
     wrap_classes: tuple[str, ...] = ()  # empty: inferred from the model
     min_num_params: int = DEFAULT_MIN_NUM_PARAMS  # parameters of a unit, where wrapping is by size
@@ -150,8 +154,15 @@ class Sharding:
 
     @property
     def ranks_per_batch(self) -> int:
-        """Ranks that train on the same rows: they divide their tokens or the layers' matrices between them."""
-        return self.sequence_parallel_size * self.tensor_parallel_size
+        """Ranks that train on the same rows: they divide their tokens, the layers' matrices or the layers between
+        them."""
+        return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def pipeline_chunks(self) -> int:
+        """Into how many groups of neighboring layers the model is cut."""
+        stages = self.pipeline_parallel_size
+        return 1 if stages == 1 else stages * CHUNKS_PER_RANK[self.pipeline_schedule]
 
     @property
     def group_sizes(self) -> dict[str, int]:
@@ -201,6 +212,33 @@ class Sharding:
         """The number of ranks that the layout's replicas and groups need at least; it works on multiples of it."""
         replicas = (self.mesh_sizes or {}).get("dp_replicate_size", 1)
         return replicas * lcm(self.ranks_per_batch, self.expert_parallel_size)
+
+
+def split_layers(costs: Sequence[float], parts: int) -> list[range]:
+    """Cuts layers into groups of neighbors, so that the largest sum of costs in a group is as small as it can be.
+
+    >>> split_layers([1, 1, 1, 1, 3], 2)
+    [range(0, 4), range(4, 5)]
+
+    Raises:
+        ValueError: There are fewer layers than parts.
+    """
+    if len(costs) < parts:
+        raise ValueError(f"{len(costs)} layers cannot be cut into {parts} parts")
+    sums = [0.0, *accumulate(costs)]
+    # The smallest possible maximum for the first `end` layers in so many parts, and where its last part begins.
+    best: list[list[tuple[float, int]]] = [[(total, 0) for total in sums]]
+    for used in range(1, parts):
+        before = best[-1]
+        rows = [(float("inf"), 0)] * (used + 1)
+        for end in range(used + 1, len(sums)):
+            rows.append(min((max(before[start][0], sums[end] - sums[start]), start) for start in range(used, end)))
+        best.append(rows)
+    found, end = [], len(costs)
+    for row in reversed(best):
+        found.append(range(row[end][1], end))
+        end = row[end][1]
+    return found[::-1]
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:

@@ -77,7 +77,7 @@ def _exclude(
 ) -> Rule:  # fmt: skip
     """A rule: `what` (of `key`) cannot be combined with `feature`, a key of recipe or layout."""
     shown = what if callable(what) else lambda _: what
-    end, is_in_file = f": {why}" if why else "", feature != "expert_parallel_size"
+    end, is_in_file = f": {why}" if why else "", not feature.endswith("_parallel_size")
     return _layout_rule(
         f"{key} with {feature}",
         key,
@@ -103,6 +103,10 @@ def has_ep(case: Case) -> bool:
     return case.layout.expert_parallel_size > 1
 
 
+def has_pp(case: Case) -> bool:
+    return case.layout.pipeline_parallel_size > 1
+
+
 def is_fsdp1(case: Case) -> bool:
     return case.layout.layout == "fsdp1"
 
@@ -126,7 +130,7 @@ def freezes(case: Case) -> bool:
 
 
 def _count_mesh(case: Case) -> int:
-    return prod((case.layout.mesh_sizes or {}).values())
+    return prod((case.layout.mesh_sizes or {}).values()) * case.layout.pipeline_parallel_size
 
 
 def _count_micro_batches(case: Case) -> int:
@@ -189,6 +193,7 @@ def _describe_ep_ranks(case: Case) -> str:
 IN_BACKWARD = is_set("optim_in_backward", True)
 ON_NVME = is_set("optim_offload", "nvme")
 BF16 = {"mixed_precision": "bf16"}
+NO_PIPELINE = {"pipeline_parallel_size": 1}
 
 # Whether the layout is possible at all.
 POSSIBLE: tuple[Rule, ...] = (
@@ -328,6 +333,47 @@ RULES: tuple[Rule, ...] = (
     _exclude(
         "expert_parallel_size", has_ep, "torch_compile", is_set("torch_compile", True), "torch_compile: true",
         "within a layer the host reads how many tokens come from each rank", fix={"torch_compile": False},
+    ),
+    # Pipeline parallelism
+    _layout_rule(
+        "pipeline parallelism without FSDP2", "pipeline_parallel_size", "fsdp_version",
+        when=lambda c: has_pp(c) and c.layout.layout != "fsdp2",
+        message="pipeline_parallel_size: {layout.pipeline_parallel_size} requires FSDP2, and {layout.source} is "
+        "another layout",
+        advice="use fsdp_full_shard, or set pipeline_parallel_size: 1", fix=NO_PIPELINE,
+    ),
+    _layout_rule(
+        "ranks of a pipeline", "pipeline_parallel_size",
+        when=lambda c: has_pp(c) and c.ranks % c.layout.smallest_world,
+        message=lambda c: f"pipeline_parallel_size: {c.layout.pipeline_parallel_size}: the run has "
+        f"{counted(c.ranks, 'rank')}, and this layout needs a multiple of {c.layout.smallest_world}",
+        advice="choose another size or number of ranks", fix=NO_PIPELINE,
+    ),
+    _layout_rule(
+        "schedule without a pipeline", "pipeline_schedule",
+        when=lambda c: is_set("pipeline_schedule")(c) and not has_pp(c), is_note=True,
+        message="pipeline_schedule has no effect: pipeline_parallel_size is 1", advice="remove it",
+    ),
+    *(
+        _exclude("pipeline_parallel_size", has_pp, key, when, what, why, advice=advice, fix=fix)
+        for key, when, what, why, advice, fix in (
+            ("mixed_precision", lambda c: c.precision in ("fp16", "fp8"), lambda c: f"mixed_precision: {c.precision}",
+             "", "set it to bf16", BF16),
+            ("method", has_teacher, lambda c: f"method: {c['method']}",
+             "a teacher's layers are not in the pipeline", "set pipeline_parallel_size: 1", NO_PIPELINE),
+            ("streaming", lambda c: c["streaming"] and c.recipe.method_facts.needs_reference, "streaming: true",
+             "the reference of all rows is computed first", "remove streaming", {"streaming": False}),
+            ("expert_parallel_size", has_ep, "expert_parallel_size", "", "set one of them to 1",
+             {"expert_parallel_size": 1}),
+            ("optim_offload", is_set("optim_offload", "nvme"), "optim_offload: nvme", "", "remove optim_offload",
+             {"optim_offload": "none"}),
+            ("optim_in_backward", is_set("optim_in_backward", True), "optim_in_backward: true",
+             "a step has several micro-batches", "", {"optim_in_backward": False}),
+            ("modules_to_save", is_set("modules_to_save"), "modules_to_save",
+             "no rank has both ends of the model", "", {"modules_to_save": ()}),
+            ("added_tokens", lambda c: c["use_peft"] and c["added_tokens"], "added_tokens with use_peft",
+             "no rank has both ends of the model", "set pipeline_parallel_size: 1", NO_PIPELINE),
+        )
     ),
     # FP8
     Rule(

@@ -336,6 +336,20 @@ RULES: tuple[Rule, ...] = (
         advice="remove it", fix={"router_aux_loss_coef": None},
     ),
     model_layout_rule(
+        "family of a pipeline", "pipeline_parallel_size",
+        when=lambda c: c.layout.pipeline_parallel_size > 1 and (not c.model.family.has_pipeline or c.model.vision),
+        message="pipeline_parallel_size: {layout.pipeline_parallel_size}: not supported for {model.model_type}, the "
+        f"family of {{name}}; it is tested with {_list('has_pipeline')}",
+        advice="remove it", fix={"pipeline_parallel_size": 1},
+    ),
+    model_layout_rule(
+        "layers of a pipeline", "pipeline_parallel_size", "pipeline_schedule",
+        when=lambda c: c.layout.pipeline_chunks > c.model.layers and c.layout.pipeline_parallel_size > 1,
+        message="pipeline_parallel_size: {layout.pipeline_parallel_size}: {name} has {model.layers} layers, and "
+        "{layout.pipeline_schedule} cuts them into {layout.pipeline_chunks} groups",
+        advice="choose a smaller size", fix={"pipeline_parallel_size": 1, "pipeline_schedule": "1f1b"},
+    ),
+    model_layout_rule(
         "expert parallelism of a dense model", "expert_parallel_size",
         when=lambda c: c.layout.expert_parallel_size > 1 and not c.model.experts,
         message="expert_parallel_size: {layout.expert_parallel_size}: {name} is a dense model ({model.model_type})",

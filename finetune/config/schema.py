@@ -235,6 +235,7 @@ class QuantizationAware:
     ] = 0
 
 
+PipelineSchedule = Literal["1f1b", "interleaved_1f1b"]
 Turns = Literal["auto", "split", "whole", "last"]
 
 
@@ -488,6 +489,16 @@ class Model:
         "tokens; under FSDP2, which "
         "shards everything else over all ranks as before. 1: every rank gathers all experts of a layer.",
     ] = 1
+    pipeline_parallel_size: Annotated[
+        Positive,
+        "Put the layers on this many groups of ranks, one after another, through which the micro-batches of a step "
+        "pass; under FSDP2, which shards and replicates within each group. 1: every rank computes all layers.",
+    ] = 1
+    pipeline_schedule: Annotated[
+        PipelineSchedule,
+        "The order of forwards and backwards: 1f1b, or interleaved_1f1b with two groups of layers on each rank, which "
+        "wait less and send more.",
+    ] = "1f1b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,14 @@ IN_ACCELERATE_FILE: Mapping[str, str] = {
     "offload_params": "fsdp_offload_params",
 }
 # What many call a key of the recipe, in a recipe or an Accelerate file: name -> that key.
-IN_RECIPE: Mapping[str, str] = {"ep_size": "expert_parallel_size", "expert_parallel_degree": "expert_parallel_size"}
+IN_RECIPE: Mapping[str, str] = {
+    **dict.fromkeys(("ep_size", "expert_parallel_degree"), "expert_parallel_size"),
+    **dict.fromkeys(
+        ("pp_size", "parallelism_config_pp_size", "pipeline_parallel_degree", "pipeline_model_parallel_size"),
+        "pipeline_parallel_size",
+    ),
+    "pp_schedule": "pipeline_schedule",
+}
 LAUNCHED = "no such key; --num-processes N says how many ranks run on this machine"
 TRUNCATED = (
     "no such key: completions are sampled from all of the vocabulary, since a token's probability under a truncated "

@@ -11,7 +11,7 @@ import yaml
 
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
 from finetune.config.compatibility import find_problems
-from finetune.config.facts import ModelFacts, Problem, read_model_facts, with_expert_parallelism
+from finetune.config.facts import ModelFacts, Problem, read_model_facts, with_recipe_keys
 from finetune.config.families import find_family, find_linear_layers, read_family_source
 from finetune.config.layout import DIVISIONS, GROUP_KEYS, Fp8
 from finetune.config.published_names import find_expert_layers
@@ -41,6 +41,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 ABSENT: Mapping[str, tuple[str, ...]] = {"glm4_moe_lite": ("q_proj",)}
 MOST_CHANGES = 12
 SAME_LOSS = ("attn_implementation", "torch_compile", "use_liger_kernel", "expert_parallel_size", "activation_offload",
+             "pipeline_parallel_size",
              "activation_checkpointing_keeps", "async_save", "optim_in_backward")  # fmt: skip
 NO_CONV1D = "the family's layers are transformers' Conv1D, which get no adapters here"
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
@@ -101,7 +102,7 @@ def judge(found: Conversion, facts: ModelFacts | None) -> list[Problem]:
         values[key] = [entry | {"path": "some/name"} for entry in recipe[key]]
     try:
         read = read_recipe(None, [f"{key}={json.dumps(value)}" for key, value in values.items()])
-        layout = with_expert_parallelism(read_sharding(None, read.run.accelerate_config, {}), read)
+        layout = with_recipe_keys(read_sharding(None, read.run.accelerate_config, {}), read)
     except UserError:
         return []  # the reader says what is wrong
     file = yaml.safe_load(found.accelerate_file or "{}")

@@ -35,7 +35,7 @@ TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 
 OWN_FOLDER = "output_dir is the run's folder, for everything"
 NF4_OF_TORCHAO = "NF4 by torchao there and by bitsandbytes here: the same codes, scales rounded differently"
-NO_STAGES = "no pipeline stages here: the layers are sharded over the ranks instead, and the loss is the same"
+SCHEDULE = "pipeline_schedule is 1f1b, or interleaved_1f1b; the losses are the same"
 ADAPTED_HEAD = "LoRA on the head"
 TRUNCATED = "a truncated distribution is not the one that is trained: all of the vocabulary is sampled from here"
 LAYOUT = "sharding, mixed_precision and activation checkpointing belong in the Accelerate file"
@@ -134,7 +134,8 @@ AUTOMODEL = (
              "distributed.dp_replicate_size", "distributed._target_", "distributed.mp_policy"),
     *in_accelerate_file(MESH_SIZES, *(f"distributed.{key}" for key in DIVISIONS)),
     Counterpart("distributed.ep_size", "expert_parallel_size"),
-    *without_counterpart(NO_STAGES, "distributed.pp_size", "distributed.pipeline"),
+    Counterpart("distributed.pp_size", "pipeline_parallel_size"),
+    *without_counterpart(SCHEDULE, "distributed.pipeline"),
     *in_accelerate_file(LAYOUT, "distributed.cpu_offload"),
     *in_accelerate_file(FP8, "fp8.enabled", "fp8.recipe_name", "fp8.enable_fsdp_float8_all_gather"),
     *unsupported("multi-token prediction", "model.num_nextn_predict_layers"),

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed import ProcessGroup
@@ -12,14 +13,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecis
 
 from finetune.config.layout import Sharding
 
-REPLICATE, FSDP, TENSOR = "dp_replicate", "fsdp", "tp"
+PIPELINE, REPLICATE, FSDP, TENSOR = "pp", "dp_replicate", "fsdp", "tp"
+STAGE = "stage"  # of a pipeline: the ranks with the same layers, which the last three divide
 BATCH, SEQUENCE = "batch", "sp"
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 
 
 def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
     """The mesh of all ranks, which call it together; None where the world is one dimension."""
-    sizes = sharding.mesh_sizes
+    sizes, stages = sharding.mesh_sizes, sharding.pipeline_parallel_size
+    if stages > 1:  # outermost: what passes between stages is the least traffic
+        ranks = dist.get_world_size() // stages
+        replicas, _, _, tensors = (sizes or {"": 1, "shards": ranks, "sequences": 1, "tensors": 1}).values()
+        shape, names = (stages, replicas, ranks // (replicas * tensors), tensors), (PIPELINE, REPLICATE, FSDP, TENSOR)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        mesh[REPLICATE, FSDP, TENSOR]._flatten(STAGE)
+        return mesh
     if sizes is None or all(size == 1 for key, size in sizes.items() if key != "dp_shard_size"):
         return None
     replicas, shards, sequences, tensors = sizes.values()
@@ -33,7 +42,8 @@ def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> Pro
     sequences = sharding.sequence_parallel_size
     if sequences == 1:
         return None
-    sizes = (ranks // sharding.ranks_per_batch, sequences, sharding.ranks_per_batch // sequences)
+    tensors = sharding.tensor_parallel_size
+    sizes = (ranks // (sequences * tensors), sequences, tensors)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(BATCH, SEQUENCE, TENSOR))
     return mesh.get_group(SEQUENCE)
 

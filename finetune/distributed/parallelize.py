@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from finetune.config.layout import Sharding
 from finetune.distributed.fsdp1 import shard_as_fsdp1
 from finetune.distributed.language_model import other_parts, text_modules
+from finetune.distributed.pipeline import keep_own_layers
 from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.distributed.world import World, set_timeouts
 from finetune.errors import UserError
@@ -219,7 +220,9 @@ def _fsdp2(
 ) -> nn.Module:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
+    layers = decoder_layers(model)
     divide_matrices(model, world)
+    keep_own_layers(model, layers, world)
     world.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(classes)
     with _keep_recipe_dtype(world):
         fsdp2_prepare_model(world.accelerator, model)

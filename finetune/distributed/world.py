@@ -19,7 +19,7 @@ import torch.distributed as dist
 from finetune.config.facts import MachineFacts, has_compiler
 from finetune.config.layout import Sharding
 from finetune.constants import count_cores
-from finetune.distributed.accelerator import make_accelerator, make_sequence_group
+from finetune.distributed.accelerator import STAGE, make_accelerator, make_sequence_group
 from finetune.distributed.collective import DataParallelRank, gather_json
 from finetune.errors import EXIT_FAULT, SECONDS_FOR_CAUSE, UserError
 from finetune.files.hub import find_cache
@@ -106,36 +106,60 @@ class World:
         return self.rank == 0
 
     @property
+    def stages(self) -> int:
+        """Groups of ranks that hold different layers: one but under pipeline parallelism."""
+        return self.sharding.pipeline_parallel_size
+
+    @property
+    def stage_size(self) -> int:
+        """How many ranks hold the same layers."""
+        return self.size // self.stages
+
+    @property
+    def stage_rank(self) -> int:
+        """This rank among those that hold the same layers."""
+        return self.rank % self.stage_size
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same layers; None where all do."""
+        return None if self.mesh is None or self.stage_size == self.size else self.mesh[STAGE].get_group()
+
+    @property
     def shard_group_size(self) -> int:
-        """How many ranks hold one replica of the model between them."""
-        return self.sharding.count_replica_ranks(self.size, self.local_size)
+        """How many ranks hold one replica of the model, or of these layers, between them."""
+        return self.sharding.count_replica_ranks(self.stage_size, self.local_size)
 
     @property
     def shard_rank(self) -> int:
         """This rank's position in its shard group, which ranks of a tensor-parallel group share."""
-        return self.sharding.tensor_group_of(self.rank % self.shard_group_size)
+        return self.sharding.tensor_group_of(self.stage_rank % self.shard_group_size)
 
     @property
     def data_parallel(self) -> DataParallelRank:
         """This rank among those with rows of their own; the ranks of a sequence or tensor group count as one."""
-        shared, sequence = self.sharding.ranks_per_batch, self.sharding.sequence_parallel_size
+        sequence = self.sharding.sequence_parallel_size
+        shared = sequence * self.sharding.tensor_parallel_size
+        rank, size = self.stage_rank // shared, self.stage_size // shared
         part = self.tensor_group_index % sequence
-        return DataParallelRank(self.rank // shared, self.size // shared, self.local_rank, self.device, part, sequence)
+        return DataParallelRank(rank, size, self.local_rank, self.device, part, sequence)
 
     @property
     def is_first_of_batch(self) -> bool:
         """Whether no rank before this one trains on the same rows: what all of them know is counted once."""
-        return self.rank % self.sharding.ranks_per_batch == 0
+        shared = self.sharding.sequence_parallel_size * self.sharding.tensor_parallel_size
+        return self.rank < self.stage_size and self.rank % shared == 0
 
     @property
     def tensor_group_index(self) -> int:
         """This rank's tensor-parallel group among `tensor_group_count`: its ranks compute the same losses."""
-        return self.sharding.tensor_group_of(self.rank)
+        return self.sharding.tensor_group_of(self.stage_rank)
 
     @property
     def tensor_group_count(self) -> int:
-        """The number of tensor-parallel groups, over which gradients are averaged; without them, of ranks."""
-        return self.sharding.tensor_group_of(self.size)
+        """The number of tensor-parallel groups with the same layers, over which gradients are averaged; without them,
+        of ranks."""
+        return self.sharding.tensor_group_of(self.stage_size)
 
     @property
     def mesh(self) -> "DeviceMesh | None":
@@ -156,7 +180,7 @@ class World:
         return tensor
 
     def sum_over_groups(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As `sum`, with each tensor parallel group, whose ranks have computed the same `tensor`, counted once."""
+        """As `sum`, with ranks that know the same `tensor` (a tensor parallel group, a pipeline) counted once."""
         summed, copies = self.sum(tensor), self.size // self.tensor_group_count
         return summed if copies == 1 else summed.div_(copies)
 

@@ -13,7 +13,7 @@ from finetune.constants import FP32, ITEMSIZE
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import StateTensor, split_into_units
 
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's (torch.nn.parallel.distributed)
 
 
@@ -46,6 +46,8 @@ class Collective:
         (0.0175, 0.1)
         """  # noqa: E501
         here = max(1, min(self.ranks, ranks_per_node // self.stride))
+        if self.kind == "send":  # to a neighbor, beside the sends of all ranks of the node
+            return self.bytes / (links.within_node if here == self.ranks else links.between_nodes / ranks_per_node)
         of_rank = links.between_nodes / ranks_per_node
         sent = self.bytes * (2 if self.kind == "all-reduce" else 1)
         if here == self.ranks:
@@ -58,8 +60,17 @@ class Collective:
 def count_communication(spec: RunSpec) -> tuple[Collective, ...]:
     """The collectives of a step, for rows that are full and routers that prefer no expert."""
     found = [*_of_units(spec), *_of_buckets(spec)]
-    found += [replace(each, is_awaited=True) for each in (*_of_tensors(spec), *_of_sequences(spec), *_of_experts(spec))]
+    waited = (*_of_tensors(spec), *_of_sequences(spec), *_of_experts(spec), *_of_pipeline(spec))
+    found += [replace(each, is_awaited=True) for each in waited]
     return tuple(each for each in found if each.ranks > 1 and each.bytes)
+
+
+def _of_pipeline(spec: RunSpec) -> Iterator[Collective]:
+    """The states that enter a group of layers, and their gradients, from rank to rank."""
+    if spec.stages > 1:
+        calls = 2 * spec.sharding.pipeline_chunks // spec.stages * spec.accumulation
+        state = spec.tokens * spec.architecture.hidden * spec.computation.itemsize
+        yield Collective("send", calls, calls * state, spec.stages, spec.ranks // spec.stages)
 
 
 def _of_units(spec: RunSpec) -> Iterator[Collective]:
@@ -68,7 +79,7 @@ def _of_units(spec: RunSpec) -> Iterator[Collective]:
     only."""
     if not spec.sharding.is_fsdp:
         return
-    times, replicas = spec.accumulation, spec.ranks // spec.state_ranks
+    times, replicas = spec.accumulation, spec.ranks // (spec.stages * spec.state_ranks)
     for tensors, gathers in _list_units(spec):
         divided, stride = tensors[0].divided, spec.tensor_ranks
         shards = spec.shards // divided
@@ -124,7 +135,7 @@ def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
 def _count_passes(spec: RunSpec) -> tuple[int, int]:
     """How often a step computes a layer forward (reference and recomputation included), and backward."""
     every, reference = spec.computation.checkpoint_every, spec.reference == "adapters off"
-    layers = spec.architecture.layers
+    layers = spec.part.layers
     recomputed = 0 if every is None else -(-layers // every)
     return spec.accumulation * (layers * (1 + reference) + recomputed), spec.accumulation * layers
 
@@ -133,7 +144,7 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
     """In a layer the outputs of attention and MLP are summed, and the gradients of their inputs; where transformers'
     plan gathers products, these in the forward and the gradients of the next layer's input in the backward; at the ends
     the embedding's output, the softmax's numbers and the gradient of what enters the head."""
-    ranks, a, run = spec.tensor_ranks, spec.architecture, spec.computation
+    ranks, a, run = spec.tensor_ranks, replace(spec.architecture, layers=spec.part.layers), spec.computation
     if ranks == 1:
         return
     forward, backward = _count_passes(spec)

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import refuse_problems
-from finetune.config.facts import adopt_quantization, with_expert_parallelism
+from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import UNDIVIDED, Sharding
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.published_names import adopt_published_names
@@ -83,7 +83,7 @@ def make_plan(
     spec = RunSpec(
         architecture=architecture,
         recipe=adopt_quantization(recipe, architecture.facts),
-        sharding=with_expert_parallelism(sharding, recipe),
+        sharding=with_recipe_keys(sharding, recipe),
         ranks=ranks,
         device="cpu" if on_cpu or sharding.use_cpu else "cuda",
         grouped_attention=_torch_version() >= (2, 12),
@@ -200,6 +200,7 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
         shard_size=None,
         **UNDIVIDED,
         expert_parallel_size=1,
+        pipeline_parallel_size=1,
     )
     layouts = {
         "fsdp_full_shard": replace(plain, strategy="FULL_SHARD"),
@@ -209,7 +210,7 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
         "ddp": replace(plain, layout="ddp", strategy="FULL_SHARD"),
     }
     own = spec.sharding
-    sizes = own.group_sizes | {"expert_parallel_size": own.expert_parallel_size}
+    sizes = own.group_sizes | {name: getattr(own, name) for name in ("expert_parallel_size", "pipeline_parallel_size")}
     if named := ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1):
         layouts = {f"this run's: {named}": own} | layouts
 

@@ -84,7 +84,7 @@ def plan_host(spec: RunSpec) -> Host:
         state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
     gradients, teacher = (sum(t.numel * t.itemsize for t in of) for of in (trained, spec.teacher_tensors))
     frozen = sum(t.numel * t.itemsize for t in spec.tensors if not t.trainable)
-    share = ranks / spec.state_ranks  # of the sharded state, on this node
+    share = ranks / (spec.state_ranks * spec.stages)  # of the sharded state, on this node
     saved = state + (0 if spec.recipe.lora.use_peft else frozen)
     exported = min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + 4 * max(t.numel for t in spec.tensors)
     return Host(
@@ -125,6 +125,8 @@ class Speed:
     micro_batch_seconds: float
     offload_seconds: float  # of a step
     files_seconds: float  # of a step: state in files, read and written
+    bubble: float  # the share of a step in which ranks of a pipeline wait; counted in seconds_per_step
+    imbalance: float  # the operations of a pipeline's stage with the most, over the mean; counted in too
     links: Links  # the rates at which ranks send
     communication: tuple[Collective, ...]  # of a step
     communication_seconds: float  # of a step, if the computation hid nothing of it; not in seconds_per_step
@@ -161,7 +163,8 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     offload, files = offload_seconds(spec), files_seconds(spec)
     peak = mix_peaks(PEAK_FLOPS[ASSUMED_DEVICE], _fp8_share(spec, flops))
     rollout = rollout_seconds(spec, mfu, forward)
-    seconds_per_step = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) + offload + files + rollout
+    computing = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) * spec.imbalance / (1 - spec.bubble)
+    seconds_per_step = computing + offload + files + rollout
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     optimization = spec.recipe.optimization
     rows = spec.recipe.method_facts.rows
@@ -189,6 +192,8 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         micro_batch_seconds=seconds_per_step / spec.accumulation,
         offload_seconds=offload,
         files_seconds=files,
+        bubble=spec.bubble,
+        imbalance=spec.imbalance,
         links=links or Links(),
         communication=communication,
         communication_seconds=sum(taken for taken, _ in seconds),

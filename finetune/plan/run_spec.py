@@ -8,7 +8,7 @@ from typing import Literal
 
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import Problem
-from finetune.config.layout import Sharding, compute_dtype, gathers_fp8, is_multiplied_in_fp8
+from finetune.config.layout import Sharding, compute_dtype, gathers_fp8, is_multiplied_in_fp8, split_layers
 from finetune.config.optimizers import count_offloaded_bytes, list_offloaded_itemsizes
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size
 from finetune.constants import ITEMSIZE, ROUND_TOKENS
@@ -59,7 +59,8 @@ class TeacherSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """A run to plan. `ranks_per_node` matters to hybrid sharding and to a host's memory."""
+    """A run to plan. `ranks_per_node` matters to hybrid sharding and to a host's memory; `stage` of a pipeline is the
+    one whose memory is planned."""
 
     architecture: Architecture
     recipe: Recipe
@@ -69,6 +70,7 @@ class RunSpec:
     device: Literal["cuda", "cpu"] = "cuda"
     grouped_attention: bool = True  # see Computation
     teacher: TeacherSpec | None = None
+    stage: int = 0
 
     def find_problems(self) -> list[Problem]:
         """What keeps the run from starting, as far as a plan knows, and notes."""
@@ -81,9 +83,45 @@ class RunSpec:
         recipe = self.recipe
         return list_state_tensors(self.architecture, recipe.model, recipe.lora, self.sharding, recipe.quantization)
 
+    @property
+    def stages(self) -> int:
+        """The groups of ranks that have the layers one after another."""
+        return self.sharding.pipeline_parallel_size
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the planned stage has the output head."""
+        return self.stage == self.stages - 1
+
+    @cached_property
+    def layer_costs(self) -> list[int]:
+        """The numbers of each layer in matrix products, by which a pipeline is cut; the last with the output head."""
+        a = self.architecture
+        costs = [sum(t.numel for t in a.layer(index) if len(t.shape) > 1) for index in range(a.layers)]
+        return [*costs[:-1], costs[-1] + a.vocabulary * a.hidden]
+
+    @cached_property
+    def own_layers(self) -> list[int]:
+        """The layers of the planned stage."""
+        chunks = split_layers(self.layer_costs, self.sharding.pipeline_chunks)
+        return [layer for chunk in chunks[self.stage :: self.stages] for layer in chunk]
+
     @cached_property
     def part(self) -> Architecture:
-        """What a rank of a tensor-parallel group holds of the model, before FSDP shards it."""
+        """What one rank holds of the model, before FSDP shards it: the layers of its stage, and of a layer its share by
+        tensor parallelism. All of it where there is neither."""
+        a = self.divided
+        if self.stages == 1:
+            return a
+        own = self.own_layers
+        mixture = a.mixture and replace(
+            a.mixture, layers=frozenset(index for index, layer in enumerate(own) if layer in a.mixture.layers)
+        )
+        return replace(a, layers=len(own), mixture=mixture, tied=a.tied and self.is_last_stage)
+
+    @cached_property
+    def divided(self) -> Architecture:
+        """What one rank of a tensor-parallel group holds of the model; all of it where there is none."""
         ranks, a = self.tensor_ranks, self.architecture
         if ranks == 1:
             return a
@@ -108,7 +146,15 @@ class RunSpec:
     def part_tensors(self) -> tuple[StateTensor, ...]:
         """Every parameter of `part`."""
         recipe = self.recipe
-        return list_state_tensors(self.part, recipe.model, recipe.lora, self.sharding, recipe.quantization)
+        found = list_state_tensors(self.divided, recipe.model, recipe.lora, self.sharding, recipe.quantization)
+        if self.stages == 1:
+            return found
+        units = {f"layer {layer}": f"layer {index}" for index, layer in enumerate(self.own_layers)}
+        if self.stage == 0 or self.part.tied:
+            units["embedding"] = "embedding"
+        if self.is_last_stage:
+            units["tail"] = "tail"
+        return tuple(replace(tensor, unit=units[tensor.unit]) for tensor in found if tensor.unit in units)
 
     @cached_property
     def teacher_tensors(self) -> tuple[StateTensor, ...]:
@@ -142,13 +188,13 @@ class RunSpec:
 
     @property
     def state_ranks(self) -> int:
-        """The number of ranks that hold one replica of the model between them."""
-        return self.sharding.count_replica_ranks(self.ranks, self.ranks_per_node)
+        """The number of ranks that hold one replica of the model, or of a stage's layers, between them."""
+        return self.sharding.count_replica_ranks(self.ranks // self.stages, self.ranks_per_node)
 
     @property
     def tensor_ranks(self) -> int:
         """The number of ranks that divide the matrices of a layer between them."""
-        return self.sharding.ranks_per_batch // self.sharding.sequence_parallel_size
+        return self.sharding.tensor_parallel_size
 
     def state(self, rank: int = 0) -> State:
         """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most."""
@@ -236,7 +282,7 @@ class RunSpec:
         lora = self.recipe.lora
         if not self.recipe.method_facts.needs_reference:
             return None
-        is_new = lora.use_peft and lora.adapter_name_or_path is None
+        is_new = lora.use_peft and lora.adapter_name_or_path is None and self.sharding.pipeline_parallel_size == 1
         return "adapters off" if is_new and not lora.modules_to_save else "stored"
 
     @property
@@ -276,6 +322,30 @@ class RunSpec:
     def tokens_per_step(self) -> int:
         """Tokens in an optimizer step over all ranks if every row is full."""
         return self.rows_per_step * self.recipe.row_tokens
+
+    @property
+    def micro_batches_in_flight(self) -> float:
+        """Of how many micro-batches a rank keeps the activations of all its layers at once: under 1F1B of one for each
+        stage from its own to the last."""
+        behind, chunks = self.stages - self.stage, self.sharding.pipeline_chunks // self.stages
+        if chunks == 1:
+            return min(self.accumulation, behind)
+        # Interleaved: as many forwards of a group of layers before the first backward, and one more.
+        forwards = 2 * (behind - 1) + (chunks - 1) * self.stages + 1
+        return min(self.accumulation, forwards / chunks)
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a rank of the pipeline waits for others (Narayanan et al. 2021, section 2.2)."""
+        waits, chunks = self.stages - 1, self.sharding.pipeline_chunks // self.stages
+        return waits / (waits + chunks * self.accumulation)
+
+    @property
+    def imbalance(self) -> float:
+        """The operations of the stage with the most, over the mean of all."""
+        costs, parts = self.layer_costs, split_layers(self.layer_costs, self.sharding.pipeline_chunks)
+        sums = [sum(costs[layer] for part in parts[s :: self.stages] for layer in part) for s in range(self.stages)]
+        return max(sums) * self.stages / sum(sums)
 
     @property
     def accumulation(self) -> int:

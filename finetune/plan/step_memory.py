@@ -42,9 +42,15 @@ from finetune.plan.temporary_memory import (
 def kept_for_backward(spec: RunSpec) -> int:
     """Bytes of activations that the forward of a micro-batch leaves."""
     a, run = spec.computed, spec.computation
-    masks = mask_bytes(a, run, spec.tokens)
+    masks, kept = mask_bytes(a, run, spec.tokens), _kept_per_token(spec)
     factors = 0 if spec.recipe.quantization.bits is not None else expert_factor_bytes(a, run).kept  # then made again
-    return spec.tokens * sum(kept_bytes(a, run).values()) + factors + masks
+    return spec.tokens * sum(kept.values()) + factors + masks
+
+
+def _kept_per_token(spec: RunSpec) -> dict[str, int]:
+    """Bytes per token that the forward leaves, by what they are of."""
+    kept = kept_bytes(spec.computed, spec.computation)
+    return kept if spec.is_last_stage else kept | {"final norm": 0}
 
 
 def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_layer: int) -> Iterator[Snapshot]:
@@ -79,11 +85,11 @@ def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_lay
             yield replace(point, gathered=following + gathered, activations=activations, temporaries=at_layer)
         if name:
             staying = following + (memory.layers - done - 1) * memory.layer_staying
-            through = spec.architecture.layers if is_last else done + 1
+            through = spec.part.layers if is_last else done + 1
             yield from reduce(name, "layer", memory.layer, _after_layers(spec, through), staying)
         held, previous = held + adds_up * memory.layer.shard, memory.layer.reducing
     ends = memory.tail if memory.tail_waits else memory.embedding
-    after = _after_layers(spec, spec.architecture.layers)
+    after = _after_layers(spec, spec.part.layers)
     point = replace(before, name="backward of the embedding", gradients=held, activations=after, gathered=ends.gathered)
     yield replace(point, communication=previous + ends.unreduced)
     waiting_gradient = 0
@@ -144,7 +150,7 @@ def _name_layer(done: int, layers: int) -> str:
 
 def _after_layers(spec: RunSpec, done: int) -> int:
     """Bytes of activations once the backward has passed the head and so many layers, with its gradient."""
-    a, run, kept = spec.computed, spec.computation, kept_bytes(spec.computed, spec.computation)
+    a, run, kept = spec.computed, spec.computation, _kept_per_token(spec)
     # Offloaded, all layers together keep what one of them does.
     of_one = 0 if run.offloads else (kept["layers"] + kept["checkpoints"]) / a.layers
     handed_on = a.hidden * run.residual_itemsize - kept["final norm"] - done * of_one
@@ -185,6 +191,11 @@ class Phase:
 
 def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     """Every phase of the run with its peak, on the rank that holds the most."""
+    by_stage = [_plan_stage(replace(spec, stage=stage)) for stage in range(spec.stages)]
+    return tuple(max(phases, key=lambda phase: phase.peak.total) for phases in zip(*by_stage, strict=True))
+
+
+def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     state = spec.state()
     on_device = State(0, 0, 0, 0) if spec.sharding.cpu_offload else state
     teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
@@ -196,6 +207,7 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     read = spec.loaded_state()
     loaded = replace(weights, parameters=0 if spec.sharding.cpu_offload else read.trained + read.frozen)
     step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
+    step = [replace(point, activations=point.activations + pipeline_bytes(spec)) for point in step]
     largest_shard = max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
     before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
     evaluated = spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
@@ -251,6 +263,20 @@ def find_peak(spec: RunSpec) -> Snapshot:
     return max((phase.peak for phase in plan_phases(spec)), key=lambda point: point.total)
 
 
+def pipeline_bytes(spec: RunSpec) -> int:
+    """What a rank of a pipeline keeps of the micro-batches before the one that it computes, and the buffers of what it
+    gets from its neighbors in a step: the states that enter each of its groups of layers, and their gradients."""
+    if spec.stages == 1:
+        return 0
+    state = spec.tokens * spec.computed.hidden * spec.computation.itemsize
+    groups, in_flight = spec.sharding.pipeline_chunks // spec.stages, spec.micro_batches_in_flight
+    received, sent = groups - (spec.stage == 0), groups - spec.is_last_stage
+    buffers = spec.accumulation * (received + sent)
+    if groups == 1 and spec.accumulation >= spec.stages:
+        buffers = int(in_flight) * received + sent
+    return int((in_flight - 1) * kept_for_backward(spec) + (buffers + in_flight * sent) * state)
+
+
 def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
     """The points of a step before which there is no optimizer's state: it is made by the first update."""
     last = "backward of the head"
@@ -268,10 +294,11 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     head = replace(before, activations=all_kept, communication=layout.buckets)
     tail, layers = layout.tail.gathered, layout.kept_in_forward
     at_loss = tail + layout.tail.arriving + layers + teachers_tail(spec)
-    yield replace(head, name="loss", loss=loss_bytes(spec), gathered=at_loss)
+    of_loss, of_backward = (loss_bytes(spec), loss_backward_bytes(spec)) if spec.is_last_stage else (0, 0)
+    yield replace(head, name="loss", loss=of_loss, gathered=at_loss)
     following = layout.layer.arriving if not layout.layer_staying else 0
     at_backward = tail + layout.layers * layout.layer_staying + following
-    yield replace(head, name="backward of the head", loss=loss_backward_bytes(spec), gathered=at_backward)
+    yield replace(head, name="backward of the head", loss=of_backward, gathered=at_backward)
     at_layer = dequantized_bytes(spec, recomputes_layer=spec.computation.checkpoint_every is not None)
     at_layer += fp8_bytes(spec, spec.tokens) + rounded_bytes(spec, spec.tokens)
     if spec.sharding.is_fsdp:

@@ -36,9 +36,11 @@ def name_layout(spec: RunSpec) -> str:
     sharding = spec.sharding
     name = sharding.layout if not sharding.is_fsdp else f"{sharding.layout} {sharding.strategy}"
     if sharding.strategy == "HYBRID_SHARD" and sharding.is_fsdp:
-        name += f" ({spec.ranks // spec.state_ranks} x {spec.shards})"
+        name += f" ({spec.ranks // (spec.stages * spec.state_ranks)} x {spec.shards})"
     if sharding.divides_matrices:
         name += f", tensor parallel over {spec.tensor_ranks}"
+    if spec.stages > 1:
+        name += f", a pipeline of {spec.stages} stages ({sharding.pipeline_schedule})"
     if sharding.expert_parallel_size > 1:
         name += f", a layer's experts over {sharding.expert_parallel_size} ranks"
     return name + (", offloaded to the host" if sharding.cpu_offload else "")
@@ -180,6 +182,11 @@ def format_speed(found: Speed, ranks: int) -> str:
         lines.append(
             f"of a step, {format_duration(found.rollout_seconds)} are completions of full length, as fast as memory is "
             "read or tokens are computed"
+        )
+    if found.bubble:
+        lines.append(
+            f"of a step, {found.bubble:.0%} is the pipeline's bubble; its largest stage computes {found.imbalance:.2f} "
+            "times the mean"
         )
     if found.reference_share:
         lines.append(f"of a step, {found.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)")

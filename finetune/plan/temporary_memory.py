@@ -252,14 +252,14 @@ def update_temporaries(spec: RunSpec) -> int:
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
     """The updates of head, layer and embedding on the fullest rank; a tied head goes with the embedding."""
     layers, embedding, tail = (_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
-    if spec.architecture.tied:
+    if spec.part.tied:
         embedding, tail = [*embedding, *tail], []
     layer, waiting = layers, 0
     if spec.sharding.is_fsdp:
-        units = split_into_units(spec.architecture, spec.part_tensors, spec.sharding)
+        units = split_into_units(spec.part, spec.part_tensors, spec.sharding)
         if units.layer != units.layers:
-            layer = [tensor for tensor in layers if tensor.unit == f"layer {spec.architecture.widest_layer}"]
-    elif spec.architecture.tied:  # the head's gradient waits for the embedding's, whole, as the loss computes it
+            layer = [tensor for tensor in layers if tensor.unit == f"layer {spec.part.widest_layer}"]
+    elif spec.part.tied:  # the head's gradient waits for the embedding's, whole, as the loss computes it
         waiting = FP32 * sum(tensor.numel for tensor in embedding if tensor.unit == "embedding")
     found = {}
     for part, tensors in (("head", tail), ("layer", layer), ("embedding", embedding)):
@@ -329,9 +329,9 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
             shard=count_state(tensors, spec.sharding, spec.shards, optim=None).gradients,
         )
 
-    tail_waits, layers = u.embedding.numel == 0, spec.architecture.layers
+    tail_waits, layers = spec.part.tied or spec.sharding.layout == "fsdp1", spec.part.layers
     units = 1 if u.layer == u.layers else layers  # where they are not wrapped, all layers are one
-    named = [f"layer {spec.architecture.widest_layer}"] if units == layers else [f"layer {i}" for i in range(layers)]
+    named = [f"layer {spec.part.widest_layer}"] if units == layers else [f"layer {i}" for i in range(layers)]
     layer = unit(u.layer, named, u.unshared)
     return LayoutMemory(
         embedding=UnitMemory() if tail_waits else unit(u.embedding, ["embedding"]),

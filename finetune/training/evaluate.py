@@ -179,7 +179,7 @@ def answer(
     keys = tokenizer, world, eot_tokens, max_new_tokens
     answers = [sample for batch in batches for sample in _generated(model, batch, *keys)]
     by_rank = world.gather([asdict(sample) for sample in answers])
-    return [Sample(**by_rank[i % groups * (world.size // groups)][i // groups]) for i in range(len(prompts))]
+    return [Sample(**by_rank[i % groups * (world.stage_size // groups)][i // groups]) for i in range(len(prompts))]
 
 
 def _generated(

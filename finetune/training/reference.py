@@ -119,7 +119,8 @@ def find_references(
 ) -> tuple[Reference, Reference]:
     """The references of training and of held-out data, from `model` as it starts. All ranks call it."""
     trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    if recipe.lora.adapter_name_or_path is None and all(map(is_adapter, trained)):
+    is_here = world.stages == 1  # a stage of a pipeline cannot compute a whole forward
+    if is_here and recipe.lora.adapter_name_or_path is None and all(map(is_adapter, trained)):
         reference = partial(without_adapters, sequence_group=world.sequence_group)
         return reference, reference
     weights = " ".join(inputs[name] for name in ("base", "adapter") if name in inputs)

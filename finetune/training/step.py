@@ -21,6 +21,7 @@ from finetune.distributed.gradients import (
     without_gradient_sync,
 )
 from finetune.distributed.parallelize import unwrap
+from finetune.distributed.pipeline import AddedLoss, Pipeline, find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.embedding import NoisyDocuments
@@ -271,20 +272,53 @@ def accumulate_gradients(
         return inputs
 
     add_auxiliary = auxiliary_loss_of_step(model, routing, batch, inputs_of, world)
-    for index, micro_batch in enumerate(batch.micro_batches):
-        is_last = index == len(batch.micro_batches) - 1
-        with nullcontext() if is_last else without_gradient_sync(model):
-            on_device = micro_batch.to(world.device)
-            measured = objective.measure(model, on_device, inputs_of(on_device), batch)
-            if in_backward is not None:
-                in_backward.check_loss(measured.loss_sum)
-            loss = measured.loss_sum * (world.tensor_group_count / count)
-            world.accelerator.backward(add_auxiliary(loss))
+
+    def measure(micro_batch: MicroBatch) -> torch.Tensor:
+        nonlocal total
+        on_device = micro_batch.to(world.device)
+        measured = objective.measure(model, on_device, inputs_of(on_device), batch)
+        if in_backward is not None:
+            in_backward.check_loss(measured.loss_sum)
         total += measured.detach()
+        return add_auxiliary(measured.loss_sum * (world.tensor_group_count / count))
+
+    if pipeline := find_pipeline(unwrap(model)):
+
+        def compute(index: int) -> torch.Tensor:
+            micro_batch = batch.micro_batches[index]
+            if pipeline.computes_loss:
+                return measure(micro_batch)
+            hidden: torch.Tensor = model(**inputs_of(micro_batch.to(world.device)))
+            if routing is not None:
+                auxiliary = add_auxiliary(torch.zeros((), device=world.device))
+                hidden = AddedLoss.apply(hidden, auxiliary)  # type: ignore[no-untyped-call]
+            return hidden
+
+        pipeline.run([(m.input_ids.shape[0], m.input_ids.shape[1]) for m in batch.micro_batches], compute)
+        pipeline.sum_copied_gradients()
+        total = share_measured(total, pipeline, type(objective).__name__)
+    else:
+        for index, micro_batch in enumerate(batch.micro_batches):
+            is_last = index == len(batch.micro_batches) - 1
+            with nullcontext() if is_last else without_gradient_sync(model):
+                world.accelerator.backward(measure(micro_batch))
     sum_partial_gradients(model, world)
     if routing is not None:
         routing.end_step()
     return total
+
+
+def share_measured(own: Measured, pipeline: Pipeline, key: str) -> Measured:
+    """What the last rank of a pipeline has measured, on each of its ranks. `key`: the same for the same metrics."""
+    values = {"": own.loss_sum}
+    values |= {f"mean/{name}": pair for name, pair in own.metrics.items()}
+    values |= {f"most/{name}": most for name, most in own.maxima.items()}
+    shared = pipeline.share(values, key)
+    metrics, maxima = (
+        {name.removeprefix(kind): value for name, value in shared.items() if name.startswith(kind)}
+        for kind in ("mean/", "most/")
+    )
+    return Measured(shared[""], metrics, maxima)
 
 
 def auxiliary_loss_of_step(
@@ -303,11 +337,11 @@ def auxiliary_loss_of_step(
         return lambda loss: loss
     used: Routing = routing
     of_step: torch.Tensor | None = None
-    if len(batch.micro_batches) > 1:
+    if len(batch.micro_batches) > 1 or find_pipeline(unwrap(model)):
         of_step = world.sum(used.count_selected(model, map(inputs_of, batch.micro_batches), world.device))
 
     def add(loss: torch.Tensor) -> torch.Tensor:
-        selected = world.sum(used.selected()) if of_step is None else of_step
-        return loss + world.size * used.coefficient * used.auxiliary_loss(selected, batch.tokens)
+        selected = world.sum(used.selected(world.device)) if of_step is None else of_step
+        return loss + world.stage_size * used.coefficient * used.auxiliary_loss(selected, batch.tokens)
 
     return add

@@ -11,7 +11,7 @@ import yaml
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems
-from finetune.config.facts import with_expert_parallelism
+from finetune.config.facts import with_recipe_keys
 from finetune.config.reader import read_recipe
 from finetune.errors import UserError
 from finetune.plan.architecture import find_local_facts
@@ -119,7 +119,7 @@ class Setup:
             recipe = read_recipe(str(path))
         except UserError:
             return False
-        sharding = with_expert_parallelism(read_sharding(str(self.config), None, {}), recipe)
+        sharding = with_recipe_keys(read_sharding(str(self.config), None, {}), recipe)
         problems = find_problems(recipe, sharding, find_local_facts(recipe.model), self.ranks)
         return not any(not problem.is_note for problem in problems)
 

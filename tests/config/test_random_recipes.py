@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from finetune.config.compatibility import find_problems
-from finetune.config.facts import adopt_quantization, with_expert_parallelism
+from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import Fp8, Sharding
 from finetune.config.methods import METHODS
 from finetune.config.reader import read_recipe, write_recipe
@@ -178,7 +178,7 @@ def judge_as_a_run(recipe: Recipe, sharding: Sharding, ranks: int, **machine: An
     if recipe.teacher is not None:
         teacher = read_facts(load_config(recipe.teacher), recipe.teacher.model_name_or_path)
     assert adopt_quantization(recipe, facts) == recipe
-    layout = with_expert_parallelism(sharding, recipe)
+    layout = with_recipe_keys(sharding, recipe)
     found = find_problems(recipe, layout, facts, ranks, teacher=teacher, **machine)
     return {str(problem) for problem in found if not problem.is_note}
 

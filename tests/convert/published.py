@@ -37,6 +37,7 @@ HERE: dict[str, Any] = {
     "report_to": "none",
     "dataset_num_proc": 1,
     "expert_parallel_size": 1,
+    "pipeline_parallel_size": 1,
 }
 # Tokens of turns that published models' tokenizers have, by their names.
 TURNS = {

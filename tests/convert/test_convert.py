@@ -917,7 +917,7 @@ def test_what_asks_for_nothing_is_not_listed_and_what_is_lacking_is_named(conver
         (LLAMA_FACTORY + "use_kt: true\n", "KTransformers: not supported"),
         (
             automodel + "distributed: {pipeline: {pp_schedule: 1f1b}, cpu_offload: false}\n",
-            "the layers are sharded over the ranks instead",
+            "pipeline_schedule is 1f1b, or interleaved_1f1b",
         ),
         (automodel, "rows are trained on in their order there"),
         (TORCHTUNE + "shuffle: false\n", "rows are trained on in their order there"),

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.facts import with_expert_parallelism
+from finetune.config.facts import with_recipe_keys
 from finetune.config.reader import read_recipe
+from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer
@@ -50,7 +51,7 @@ def agreed_port(path: Path) -> str:
 def measure(recipe_path: str, config: str) -> dict[str, int]:
     ranks = os.environ["WORLD_SIZE"]
     sharding = read_sharding(config, None, {"WORLD_SIZE": ranks})
-    world = join(with_expert_parallelism(sharding, read_recipe(recipe_path)))
+    world = join(with_recipe_keys(sharding, read_recipe(recipe_path)))
     try:
         return state_bytes(recipe_path, world)
     finally:
@@ -64,7 +65,11 @@ def state_bytes(recipe_path: str, world: World) -> dict[str, int]:
     model, _ = load_model(recipe.model, recipe.lora, recipe.run.seed, world, recipe.quantization)
     optimizer = build_optimizer(model, recipe.optimization, world)
     ids = torch.randint(3, 200, (1, 16))
-    world.accelerator.backward(model(input_ids=ids, labels=ids, position_ids=torch.arange(16)[None]))
+    inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(16)[None]}
+    if pipeline := find_pipeline(model):
+        pipeline.run([(1, 16)] * 2, lambda _: model(**inputs))
+    else:
+        world.accelerator.backward(model(**inputs))
     optimizer.step()
     buffers, files = [], 0
     if isinstance(optimizer, OffloadedOptimizer):

@@ -48,6 +48,7 @@ LAYOUTS = {
     "`tp_size`": replace(FSDP2, tensor_parallel_size=2, shard_size=2),
     "`cp_size`": replace(FSDP2, sequence_parallel_size=2, shard_size=2),
     "experts": FSDP2,
+    "stages": FSDP2,
 }
 PLAIN = Recipe(
     path="recipe.yaml",
@@ -81,6 +82,8 @@ def works(technique: str, layout: str) -> bool:
     recipe, sharding = TECHNIQUES[technique], LAYOUTS[layout]
     if layout == "experts":
         recipe = replace(recipe, model=replace(recipe.model, model_config=MIXTURE, expert_parallel_size=2))
+    if layout == "stages":
+        recipe = replace(recipe, model=replace(recipe.model, pipeline_parallel_size=2))
     if technique == "FP8":
         sharding = replace(sharding, fp8=Fp8())
     try:

@@ -1,6 +1,7 @@
 """The planned bytes of parameters, gradients and optimizer state against the real tensors of every layout."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8,
         "moe_intermediate_size": 128,
     },
+    "mixtral, deep": EXPERTS | {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 5},
     "glm4_moe": ROUTED | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True},
 }
 ON_EXPERTS = {"use_peft": True, "lora_r": 4, "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
@@ -105,6 +107,16 @@ RECIPES: dict[str, dict[str, Any]] = {
     "vision": {"model": "qwen2_5_vl"},
     "vision lora": {"model": "gemma3", "use_peft": True, "lora_r": 4},
     "vision qlora": {"model": "mistral3", "use_peft": True, "lora_r": 4, "load_in_4bit": True},
+    "pipeline": {"pipeline_parallel_size": 2},
+    "pipeline, tied": {"pipeline_parallel_size": 2, "tied": True},
+    "pipeline, qlora": QLORA | {"pipeline_parallel_size": 2},
+    "pipeline, even": {"pipeline_parallel_size": 2, "even": True},
+    "pipeline, deepseek_v3": {"pipeline_parallel_size": 2, "model": "deepseek_v3"},
+    "pipeline of 4 groups": {
+        "pipeline_parallel_size": 2,
+        "pipeline_schedule": "interleaved_1f1b",
+        "model": "mixtral, deep",
+    },
     "lora in files": {"use_peft": True, "lora_r": 4, "optim_offload": "nvme", "offload_dir": "FOLDER"},
 }
 
@@ -159,6 +171,9 @@ FOUR_RANKS = [
     ("fsdp2", "divided, frozen"),
 ]
 FOUR_RANKS += [("fsdp2", "divided, qlora"), ("hybrid", "nested scales divided"), ("fsdp2", "nested scales divided")]
+TWO_RANKS += [("fsdp2", name) for name in RECIPES if name.startswith("pipeline")]
+FOUR_RANKS += [("fsdp2", "pipeline, tied"), ("fsdp2", "pipeline, qlora"), ("fsdp2", "pipeline, deepseek_v3")]
+FOUR_RANKS += [("tensor parallel", "pipeline, even")]
 FOUR_RANKS += [("hybrid", "divided"), ("hybrid", "divided, frozen")]
 FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]
 IN_FILES = ["in files", "in files, tied, bf16 moments", "lora in files"]
@@ -175,6 +190,7 @@ QUICK += [
     ("fsdp2", "vision"),
     ("fsdp2", "in files, tied, bf16 moments"),
 ]
+QUICK += [("fsdp2", "pipeline, tied"), ("fsdp2", "pipeline, deepseek_v3")]
 QUICK += [("fsdp1 no shard", "full"), ("fsdp2 no wrap", "lora")]
 MORE = [pair for pair in TWO_RANKS if pair not in QUICK]
 assert len(MORE) + len(QUICK) == len(TWO_RANKS)
@@ -209,7 +225,9 @@ def test_the_planned_state_is_that_of_the_real_tensors(
         for name, recipe_path, config in scenarios:
             recipe, sharding = read_recipe(recipe_path), read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
             spec = make_plan(recipe, sharding, ranks).spec
-            state, files = spec.state(rank), spec.files(rank)
+            stage, own = divmod(rank, ranks // spec.stages)
+            spec = replace(spec, stage=stage)
+            state, files = spec.state(own), spec.files(own)
             planned = {
                 "parameters": state.trained + state.frozen,
                 "gradients": state.gradients,

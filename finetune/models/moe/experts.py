@@ -208,11 +208,12 @@ class Routing:
         counts = torch.zeros(self.experts + 1, device=chosen.device)  # the last: none of them (Zaya)
         return counts.scatter_add_(0, chosen.flatten(), ones.flatten())[:-1]
 
-    def selected(self) -> Tensor:
+    def selected(self, device: torch.device) -> Tensor:
         """Tokens for each expert in the last forward, over all layers, by their probabilities alone:
         float32[experts]."""
         chosen = (logits.detach().softmax(-1).topk(self._chosen_per_token).indices for logits in self._logits.values())
-        return torch.stack([self._count(each) for each in chosen]).sum(0)
+        none = torch.zeros(self.experts, device=device)  # where a rank of a pipeline has dense layers alone
+        return sum((self._count(each) for each in chosen), none)
 
     def count_selected(self, model: nn.Module, inputs: Iterable[dict[str, Any]], device: torch.device) -> Tensor:
         """`selected` over the forwards of `inputs`, without gradients; no random state is changed."""
@@ -223,7 +224,7 @@ class Routing:
             with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 for each in inputs:
                     model(**each | {"trained_positions": nothing})
-                    total += self.selected()
+                    total += self.selected(device)
         finally:
             self._is_counted = True
         return total

@@ -230,8 +230,8 @@ def fill_quantized_layers(
     model: nn.Module, values: Values, stored: Mapping[str, StoredQuantized], world: World
 ) -> None:
     """Fills the quantized layers of the sharded `model`: from files that hold them so (`stored`), or by quantizing
-    `values`, of which every rank reads and quantizes the blocks that its shard of the codes touches. All ranks call it,
-    since a double-quantized scale depends on all blocks of its weight."""
+    `values`, of which every rank reads and quantizes the blocks that its shard of the codes touches. All ranks with
+    these layers call it, since a double-quantized scale depends on all blocks of its weight."""
     for name, layer in quantized_layers(model):
         weight = f"{name}{layer.leaf}"
         if stored:
@@ -272,7 +272,7 @@ def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> 
         codes.copy_(own[begin - first * block_bytes : end - first * block_bytes])
     if isinstance(layer.get_parameter(CODES), DTensor):
         # Blocks that two ranks share, and replicas of hybrid sharding, have the same magnitude on each.
-        dist.all_reduce(magnitudes, dist.ReduceOp.MAX)
+        dist.all_reduce(magnitudes, dist.ReduceOp.MAX, world.stage_group)
     scales, begin, end = _own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
     scales.copy_(layer.own_scales(pack_scales(magnitudes, layer.whole_quantization))[begin:end])
 
