@@ -60,7 +60,8 @@ MASTER_WEIGHTS = (
 # What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits, by a pattern of its name.
 OPTIMIZER_NOTES = {
     "paged": "its state is not paged to the host here; the update is the same",
-    "^(?!.*torch).*8bit": "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded differently",
+    "^(?!.*torch).*8bit": "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded "
+    "differently",
 }
 RATES = ("learning_rate", "lr")  # other keys become shares of it
 KNOWN_ACCELERATE = ("compute_environment", "distributed_type")

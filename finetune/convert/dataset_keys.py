@@ -50,7 +50,8 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
                "message_field_training_detail"),
         *without_counterpart(TURNS, "message_field_role", "message_field_content", "message_property_mappings"),
         *without_counterpart(ROLES, "roles"),
-        *without_counterpart(PAIR, "field_input", "field_system", "system_prompt", "system_format", "format", "no_input_format"),
+        *without_counterpart(PAIR, "field_input", "field_system", "system_prompt", "system_format", "format",
+            "no_input_format"),
         *without_counterpart(SYSTEM, "drop_system_message"),
         *without_counterpart("chat_template is one for all datasets", "chat_template", "chat_template_jinja"),
         *without_counterpart("the kind of file follows from its name", "ds_type"),
@@ -72,7 +73,8 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         *without_counterpart(PREFERENCE, "ranking", "columns.chosen", "columns.rejected", "columns.kto_tag"),
         *without_counterpart(PAIR, "columns.query"),
         *without_counterpart("type alpaca reads the column of that name", "columns.history"),
-        *without_counterpart("types sharegpt and alpaca read the column of that name", "columns.system", "columns.tools"),
+        *without_counterpart("types sharegpt and alpaca read the column of that name", "columns.system",
+            "columns.tools"),
         Counterpart("columns.images", None, "images are read from the column images or image; rename it"),
         *unsupported("video", "columns.videos"),
         *unsupported("audio", "columns.audios"),
@@ -84,14 +86,16 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         Counterpart("data_files", "path", FILES),
         Counterpart("column", "text_column", "of text_completion_dataset"),
         Counterpart("conversation_column", "messages_column"),
-        Counterpart("column_map.input", "prompt_column", "of instruct_dataset; alpaca_dataset has instruction for it, and its input column is not read"),
+        Counterpart("column_map.input", "prompt_column",
+            "of instruct_dataset; alpaca_dataset has instruction for it, and its input column is not read"),
         Counterpart("column_map.output", "completion_column", "of instruct_dataset and alpaca_dataset"),
         Counterpart("column_map.chosen", "chosen_column", "of preference_dataset"),
         Counterpart("column_map.rejected", "rejected_column", "of preference_dataset"),
         *without_counterpart("the rows' format is recognized from the columns", "_component_", "conversation_style"),
         *without_counterpart(PAIR, "column_map"),
         *without_counterpart("packing and assistant_only_loss are for all datasets", "packed", "train_on_input"),
-        *without_counterpart("documents are never split by packing; overlength: split is for those longer than max_length",
+        *without_counterpart(
+               "documents are never split by packing; overlength: split is for those longer than max_length",
                "split_across_pack"),
         *without_counterpart(SYSTEM, "new_system_prompt"),
         *without_counterpart(FOLDER, "data_dir"),
@@ -127,7 +131,8 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "template_thinking_key": ("thinking",), "field_thinking": ("thinking",), "data_files": ([],),
 }  # fmt: skip
 # Padding, the length (read with the recipe's) and the tokenizer, which is the model's own.
-NO_EFFECT = ("padding", "truncation", "pad_to_max_length", "seq_length", "tokenizer", "shuffle_seed", "start_of_turn_token",
+NO_EFFECT = ("padding", "truncation", "pad_to_max_length", "seq_length", "tokenizer", "shuffle_seed",
+"start_of_turn_token",
              "packed")  # fmt: skip
 
 

@@ -123,7 +123,10 @@ AUTOMODEL_ENDS = {
     "answer is no part of its first token",
     "hellaswag": "the end-of-text token is trained after each answer here",
 }
-BY_CODE = "this class joins several columns of a row in code; write the rows as messages and name that file as path, or yield them: `function: my_data.py:rows`"
+BY_CODE = (
+    "this class joins several columns of a row in code; write the rows as messages and name that file as path, or "
+    "yield them: `function: my_data.py:rows`"
+)
 
 
 def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
@@ -137,7 +140,8 @@ def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversi
         path = next((p for p in map(entry.take, ("path_or_dataset_id", "path_or_dataset", "dataset_name")) if p), None)
         if path is None:
             raise UserError(
-                f"{source}: {entry.where}: {kind} names no path_or_dataset_id; code that makes rows goes under `function: my_data.py:rows`"
+                f"{source}: {entry.where}: {kind} names no path_or_dataset_id; code that makes rows goes under "
+                "`function: my_data.py:rows`"
             )
         split = entry.take("split")
         keys = {"name": entry.take("name"), "split": None if str(path).endswith((".json", ".jsonl")) else split}
@@ -297,7 +301,7 @@ def _trl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tup
 
 
 def _mixer(theirs: Mapping[str, Any]) -> tuple[Sources, Sources]:
-    """(the entries, those held out) of alignment-handbook's older dataset_mixer: names with the share of the first rows."""
+    """(the entries, those held out) of alignment-handbook's older dataset_mixer: names with shares of rows."""
     mixer, splits = theirs.get("dataset_mixer"), theirs.get("dataset_splits") or ["train", "test"]
     if not isinstance(mixer, dict) or not isinstance(splits, list):
         return [], []

@@ -1,4 +1,4 @@
-"""What names of published models and of chat templates say: the family, the kind, and what is written otherwise there."""
+"""What names of published models and of chat templates say: the family, the kind, and what differs there."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,36 +14,49 @@ from finetune.files.run_json import read_json_object
 
 Found = tuple[str, str, bool]  # what was found in a file, the capability that it asks for, whether the file trains
 
-# Names of models -> model_type, the first that fits: of published models whose name does not say it, and of those that do.
+# Names of models -> model_type, the first that fits.
 FAMILIES = (
     (r"nemotron-(super-49b|ultra-253b|nas)", None),  # whose code is not transformers'
     (r"distill.*llama|llama-?3\S*nemotron", "llama"),
     (r"distill.*qwen|openthinker|qwq", "qwen2"),
-    (r"mixtral|8x\d+b", "mixtral"), (r"nemotron-(h|3|nano|ultra|super)|nano-30b", "nemotron_h"), (r"nemotron|minitron", "nemotron"),
-    (r"redpajama|pythia|neox|dolly", "gpt_neox"), (r"gpt-?j", "gptj"), (r"cerebras-gpt|gpt-?2", "gpt2"), (r"gpt-?oss", "gpt_oss"),
-    (r"falcon-?h1", "falcon_h1"), (r"falcon-?(7b|40b|rw)", "falcon"), (r"falcon-?mamba", "falcon_mamba"), (r"falcon-?(3|e)", "llama"),
-    (r"\bmpt", "mpt"), (r"bloom", "bloom"), (r"stablelm|stable-?code", "stablelm"), (r"codegen", "codegen"), (r"rwkv", "rwkv"),
+    (r"mixtral|8x\d+b", "mixtral"), (r"nemotron-(h|3|nano|ultra|super)|nano-30b", "nemotron_h"),
+    (r"nemotron|minitron", "nemotron"),
+    (r"redpajama|pythia|neox|dolly", "gpt_neox"), (r"gpt-?j", "gptj"), (r"cerebras-gpt|gpt-?2", "gpt2"),
+    (r"gpt-?oss", "gpt_oss"),
+    (r"falcon-?h1", "falcon_h1"), (r"falcon-?(7b|40b|rw)", "falcon"), (r"falcon-?mamba", "falcon_mamba"),
+    (r"falcon-?(3|e)", "llama"),
+    (r"\bmpt", "mpt"), (r"bloom", "bloom"), (r"stablelm|stable-?code", "stablelm"), (r"codegen", "codegen"),
+    (r"rwkv", "rwkv"),
     (r"starcoder-?2|starchat-?2", "starcoder2"), (r"starcoder|santacoder", "gpt_bigcode"),
     (r"phi-?(3|4)", "phi3"), (r"phi-?[12]", "phi"), (r"smollm-?3(?!\d)", "smollm3"), (r"apertus", "apertus"),
-    (r"qwen-?3(\.\d|[-_.]?(5|next))", "qwen3_5_text"), (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"), (r"qwen-?3", "qwen3"),
+    (r"qwen-?3(\.\d|[-_.]?(5|next))", "qwen3_5_text"), (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
+    (r"qwen-?3", "qwen3"),
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"), (r"qwen", "qwen2"),
-    (r"gemma-?4.*a\d+b", None), (r"gemma-?4", "gemma4_text"), (r"gemma-?3", "gemma3_text"), (r"gemma-?2-|gemma2", "gemma2"), (r"gemma", "gemma"),
+    (r"gemma-?4.*a\d+b", None), (r"gemma-?4", "gemma4_text"), (r"gemma-?3", "gemma3_text"),
+    (r"gemma-?2-|gemma2", "gemma2"), (r"gemma", "gemma"),
     (r"deepseek-?(coder-)?v2", "deepseek_v2"), (r"deepseek-?v3|moonlight|kimi-k2", "deepseek_v3"),
-    (r"granite-?4", "granitemoehybrid"), (r"bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"), (r"granite", "granite"),
+    (r"granite-?4", "granitemoehybrid"), (r"bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"),
+    (r"granite", "granite"),
     (r"olmoe", "olmoe"), (r"olmo-?3", "olmo3"), (r"olmo-?2", "olmo2"), (r"olmo", "olmo"),
-    (r"glm-?4\.(1v|6v-flash)", "glm4v_text"), (r"glm-?4\.7-flash", "glm4_moe_lite"), (r"glm-?4\.(5|6|7)", "glm4_moe"), (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"), (r"glm-?4", "glm"),
-    (r"lfm2.*a\d+b", "lfm2_moe"), (r"lfm2", "lfm2"), (r"dbrx", "dbrx"), (r"jamba", "jamba"), (r"mamba", "mamba2"), (r"command-?r7b|command-?a", "cohere2"), (r"command|cohere|aya", "cohere"),
-    (r"seed-?oss", "seed_oss"), (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
+    (r"glm-?4\.(1v|6v-flash)", "glm4v_text"), (r"glm-?4\.7-flash", "glm4_moe_lite"), (r"glm-?4\.(5|6|7)", "glm4_moe"),
+    (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"), (r"glm-?4", "glm"),
+    (r"lfm2.*a\d+b", "lfm2_moe"), (r"lfm2", "lfm2"), (r"dbrx", "dbrx"), (r"jamba", "jamba"), (r"mamba", "mamba2"),
+    (r"command-?r7b|command-?a", "cohere2"), (r"command|cohere|aya", "cohere"),
+    (r"seed-?oss", "seed_oss"),
+    (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
     (r"ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
     (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
 )  # fmt: skip
 # Of vision-language models, the model_type of the whole.
 VISION_FAMILIES = (
     (r"qwen-?3[-_]?vl.*a\d+b", "qwen3_vl_moe"), (r"qwen-?3[-_]?vl", "qwen3_vl"), (r"qwen-?2\.5[-_]?vl", "qwen2_5_vl"),
-    (r"qwen-?2[-_]?vl", "qwen2_vl"), (r"qwen-?3\.\d.*a\d+b", "qwen3_5_moe"), (r"qwen-?3\.\d", "qwen3_5"), (r"internvl", "internvl"),
-    (r"gemma-?3n", "gemma3n"), (r"gemma-?3-(4|12|27)b", "gemma3"), (r"gemma-?4", "gemma4"), (r"glm-4\.6v", "glm46v"), (r"glm-4\.\dv", "glm4v"),
+    (r"qwen-?2[-_]?vl", "qwen2_vl"), (r"qwen-?3\.\d.*a\d+b", "qwen3_5_moe"), (r"qwen-?3\.\d", "qwen3_5"),
+    (r"internvl", "internvl"),
+    (r"gemma-?3n", "gemma3n"), (r"gemma-?3-(4|12|27)b", "gemma3"), (r"gemma-?4", "gemma4"), (r"glm-4\.6v", "glm46v"),
+    (r"glm-4\.\dv", "glm4v"),
     (r"smolvlm", "smolvlm"), (r"llama-?3\.2.*vision", "mllama"), (r"llama-?4", "llama4"), (r"pixtral|llava", "llava"),
-    (r"mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|mistral-medium-3\.5", "mistral3"), (r"moss-vl", "moss_vl"),
+    (r"mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|mistral-medium-3\.5", "mistral3"),
+    (r"moss-vl", "moss_vl"),
 )  # fmt: skip
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 MULTIMODAL_MODEL = re.compile(
@@ -67,7 +80,8 @@ BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as i
 
 IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("processor_type", "is_multimodal"),
-    "LLaMA-Factory": ("image_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
+    "LLaMA-Factory": ("image_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector",
+    "freeze_language_model"),
 }  # fmt: skip
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
 BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")  # Automodel's own classes with an auxiliary loss
@@ -81,8 +95,8 @@ MOE_KEYS = (
 def guess_family(name: str) -> str | None:
     """The model_type that a model's name says; None where it says none.
 
-    >>> guess_family("mistralai/Mixtral-8x7B-v0.1"), guess_family("microsoft/Phi-3.5-mini-instruct"), guess_family("org/ours")
-    ('mixtral', 'phi3', None)
+    >>> guess_family("mistralai/Mixtral-8x7B-v0.1"), guess_family("org/ours")
+    ('mixtral', None)
     """
     lower = name.lower()
     return next((family for pattern, family in FAMILIES if re.search(pattern, lower)), None)
@@ -210,7 +224,8 @@ def find_texts(value: Any, key: str) -> Iterator[str]:
 # Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write other turns.
 TEMPLATES = {
     "llama3": "llama3", "llama-3": "llama3", "llama4": "llama4", "chatml": "chatml", "yi": "chatml", "smollm": "chatml",
-    "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml", "qwen3_5_nothink": "chatml", "qwen3_5": "qwen3.5", "qwen3_6": "qwen3.6",
+    "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml",
+    "qwen3_5_nothink": "chatml", "qwen3_5": "qwen3.5", "qwen3_6": "qwen3.6",
     "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "gemma3n": "gemma", "mistral": "mistral",
     "mistral_v1": "mistral-v1", "mistral_v2v3": "mistral-v3", "mistral_v3_tekken": "mistral-v3-tekken",
     "mistral_v7_tekken": "mistral-v7-tekken", "mistral_small": "mistral-v7-tekken", "phi_3": "phi3", "phi_35": "phi3",
@@ -228,7 +243,7 @@ ONE_TEXT = (
     "one text for all answers of a row there, with an empty thought in the last one; here each follows the prompt of "
     "inference"
 )
-# (tool, its name) -> what the tool writes otherwise than our template, by its own rendering (tests/convert/test_token_ids.py).
+# (tool, its name) -> what it writes otherwise than our template, by its rendering (tests/convert/test_token_ids.py).
 OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("LLaMA-Factory", name): THOUGHT for name in ("qwen3", "qwen3_5", "qwen3_6")},
     ("LLaMA-Factory", "gemma2"): "the token after an answer is trained too there, at the end the EOS token",
@@ -247,8 +262,10 @@ BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "gra
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
-    "llama2_tokenizer": "inst-torchtune", "mistral_tokenizer": "inst-torchtune", "gemma_tokenizer": "joined", "llama3_tokenizer": "llama3",
-    "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml", "phi3_mini_tokenizer": "phi3", "phi4_tokenizer": "phi4",
+    "llama2_tokenizer": "inst-torchtune", "mistral_tokenizer": "inst-torchtune", "gemma_tokenizer": "joined",
+    "llama3_tokenizer": "llama3",
+    "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml",
+    "phi3_mini_tokenizer": "phi3", "phi4_tokenizer": "phi4",
 }  # fmt: skip
 # Models whose turns mistral-common writes, by the version of their tokenizers.
 MISTRAL_COMMON = {
@@ -297,7 +314,7 @@ def add_tokenizers_turns(theirs: Mapping[str, Any], found: Conversion) -> None:
 
 
 def compare_turns(key: str, value: str, found: Conversion) -> None:
-    """Reports where their template of that name and ours differ: in what is written, or in the tokens trained beside answers."""
+    """Reports where their template of that name and ours differ: in the text, or in the tokens that are trained."""
     if note := OTHER_TURNS.get((found.tool, value.rsplit(".", 1)[-1])):
         found.add_difference(key, value, note)
     name = found.recipe["chat_template"]

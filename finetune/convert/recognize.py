@@ -63,7 +63,7 @@ def find_method(tool: Tool, theirs: Mapping[str, Any], source: Path) -> str:
 
 
 def find_distillation(theirs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Our keys for the distillation of torchtune and Automodel: (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence.
+    """Our keys for torchtune's and Automodel's distillation: (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence.
 
     LLaMA-Factory's ASFT is that sum, not divided by 1 + asft_alpha, of DFT and the divergence from the model before
     training. None where a file has no teacher, or its divergence is another.
@@ -71,8 +71,10 @@ def find_distillation(theirs: Mapping[str, Any]) -> dict[str, Any] | None:
     if theirs.get("use_asft_loss"):
         share, clip = convert_number(theirs.get("asft_alpha", 0.1)), convert_number(theirs.get("max_grad_norm", 1.0))
         return {
-            "method": "distill", "distill_beta": 0.0, "distill_alpha": round(share / (1 + share), 9), "token_loss": "dft",
-            "teacher_model_name_or_path": theirs.get("model_name_or_path"), "max_grad_norm": clip and clip / (1 + share),
+            "method": "distill", "distill_beta": 0.0, "distill_alpha": round(share / (1 + share), 9),
+            "token_loss": "dft",
+            "teacher_model_name_or_path": theirs.get("model_name_or_path"),
+            "max_grad_norm": clip and clip / (1 + share),
         }  # fmt: skip
     if "teacher_model" not in theirs:
         return None
@@ -280,7 +282,8 @@ V1_DEFAULTS: Mapping[str, Any] = {
     "weight_decay": 0.01, "logging_steps": 1, "save_strategy": "no", "batching_strategy": "normal",
     "enable_activation_checkpointing": True,
 }  # fmt: skip
-V1_UNREAD = ("peft_config", "dist_config", "kernel_config", "init_config", "model_class", "batching_workers", "sample_backend",
+V1_UNREAD = ("peft_config", "dist_config", "kernel_config", "init_config", "model_class", "batching_workers",
+"sample_backend",
              "max_new_tokens")  # fmt: skip
 
 
@@ -326,7 +329,7 @@ def is_factory_v1(theirs: Mapping[str, Any]) -> bool:
 def rename_v1(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """A file of LLaMA-Factory's v1 schema by the keys of the older one, with the defaults that differ from those.
 
-    Raises nothing: keys of plugins stay, and are refused by name. Source: llamafactory/v1/config and v1/core/base_trainer.py.
+    Keys of plugins stay, and are refused by name. Source: llamafactory/v1/config and v1/core/base_trainer.py.
     """
     if "train_dataset" not in theirs:
         return {key: value for key, value in theirs.items() if key != "micro_batch_size"} | {
@@ -336,8 +339,10 @@ def rename_v1(theirs: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(adapters.get("name", "lora")) if adapters else "full"
     renamed: dict[str, Any] = {**V1_DEFAULTS, "finetuning_type": kind}
     renamed |= {V1_NAMES.get(key, key): value for key, value in theirs.items() if key not in V1_UNREAD}
-    for key, ours, default in (("r", "lora_rank", 8), ("lora_alpha", "lora_alpha", 16), ("lora_dropout", "lora_dropout", 0.05),
-                               ("target_modules", "lora_target", "all"), ("use_rslora", "use_rslora", False)):  # fmt: skip
+    for key, ours, default in (("r", "lora_rank", 8), ("lora_alpha", "lora_alpha", 16),
+    ("lora_dropout", "lora_dropout", 0.05),
+                               ("target_modules", "lora_target", "all"),
+                               ("use_rslora", "use_rslora", False)):  # fmt: skip
         renamed |= {ours: adapters.get(key, default)} if adapters else {}
     sharding = read_section(theirs, "dist_config").get("name")
     renamed |= {"fsdp": "full_shard"} if sharding == "fsdp2" else {"deepspeed": sharding} if sharding else {}

@@ -17,7 +17,8 @@ WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
 # Decoder layers of models whose last ones a file may name, by the models' names.
 LAYERS = {
     r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32, r"llama-?2-13b": 40, r"llama-?3\S*70b|llama-?2-70b": 80,
-    r"llama-?3\.2-1b": 16, r"llama-?3\.2-3b": 28, r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28, r"qwen3-(4|8)b": 36,
+    r"llama-?3\.2-1b": 16, r"llama-?3\.2-3b": 28, r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
+    r"qwen3-(4|8)b": 36,
 }  # fmt: skip
 CHATML = "<|im_end|>"
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
@@ -232,15 +233,22 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         recipe["report_to"] = "wandb"
 
 
-TRAINED_TOWER = "the vision tower and the projector are trained too there, frozen here; trainable_modules: [visual] trains them alone"
+TRAINED_TOWER = (
+    "the vision tower and the projector are trained too there, frozen here; trainable_modules: [visual] trains them "
+    "alone"
+)
 IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
 )
-DIONS_MUON = "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov momentum"
+DIONS_MUON = (
+    "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov "
+    "momentum"
+)
 NOT_CUT = (None, False, "do_not_truncate")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 SCHEDULES = {
-    "cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant", "wsd": "warmup_stable_decay",
+    "cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant",
+    "wsd": "warmup_stable_decay",
     "constant_with_warmup": "constant", "get_cosine_schedule_with_warmup": "cosine", "polynomial": "polynomial",
     "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "warmup_stable_decay",
 }  # fmt: skip
@@ -321,7 +329,8 @@ def _matching_layers(pattern: str) -> list[str]:
 def _convert_patterns(value: Any) -> list[str] | None:
     """Axolotl's regular expressions for the start of a parameter's name; None where one names a range of rows.
 
-    >>> _convert_patterns(["^lm_head.weight$", r"model.layers.4[4-7]+.mlp"]), _convert_patterns(["lm_head.weight[:32000]"])
+    >>> patterns = ["^lm_head.weight$", r"model.layers.4[4-7]+.mlp"]
+    >>> _convert_patterns(patterns), _convert_patterns(["lm_head.weight[:32000]"])
     (['lm_head.weight', 'model.layers.4[4-7]+.mlp'], None)
     """
     if not isinstance(value, list) or any(re.search(r"\[\d*:\d*\]$", str(pattern)) for pattern in value):
