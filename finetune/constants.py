@@ -12,8 +12,7 @@ IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's c
 # CPU compiles bf16 products for every shape and keeps them (oneDNN), a GPU's allocator finds no block that fits.
 ROUND_TOKENS = 64
 
-# Attention: numbers of the widest head that flash attention takes; and tokens of a block, of the masks that
-# flex_attention reads.
+# The widest head that flash attention takes; tokens of a block of the masks that flex_attention reads.
 LARGEST_FLASH_HEAD = 256
 BLOCK_TOKENS = 128
 
@@ -21,8 +20,7 @@ BLOCK_TOKENS = 128
 LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
 LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradient would cost more than the products
 
-# Of state in files (optim_offload: nvme): offsets and lengths are multiples of this, which suits direct requests to any
-# disk in use.
+# State in files (optim_offload: nvme): a multiple for offsets and lengths that suits direct requests to any disk.
 OFFLOAD_ALIGNMENT = 4096
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
@@ -39,8 +37,7 @@ CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"  # in a H
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
 EXPERT_RANK_MULTIPLE = 8  # of an adapter's rank in grouped products: on a GPU they want rows of 16 bytes
 ADAPTER_NAME = "default"  # of peft, the only one here
-# What an export takes on disk beside its weights: tokenizer, index and card, and so that the disk is not filled to the
-# brim.
+# What an export takes beside its weights (tokenizer, index, card), so that the disk is not filled to the brim.
 EXPORT_SPARE_BYTES = 64 * 1024 * 1024
 
 FP32 = 4  # bytes

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# A script's own folder comes first on sys.path, where our `data` or `export` would hijack another's: the project's root
-# must.
+# A script's own folder comes first on sys.path, where our `data` would hijack another's: the project's root must.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 

@@ -38,8 +38,7 @@ def printable(text: str) -> str:
 class CleanStream:
     """A text stream that writes only what is `printable`; progress bars may return to the beginning of a line.
 
-    `is_optional`: an `OSError` of the stream (a closed pipe, a lost terminal, a full disk) drops the text and is not
-    raised.
+    `is_optional`: an `OSError` of the stream (a closed pipe, a full disk) drops the text and is not raised.
     """
 
     def __init__(self, stream: TextIO, *, is_optional: bool = False) -> None:

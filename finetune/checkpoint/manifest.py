@@ -168,8 +168,7 @@ def find_problems(
 ) -> list[str]:
     """What is wrong with a published checkpoint, one sentence each; nothing, where it can be relied on.
 
-    `checksums=False` compares names and sizes only. `parts` are those that must be right, beside state.json. `advance`
-    is called with each count of bytes read, by several threads.
+    `checksums=False` compares names and sizes only. `parts` must be right, beside state.json. `advance` counts bytes.
     """
     try:
         manifest = read_manifest(checkpoint)

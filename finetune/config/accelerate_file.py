@@ -53,8 +53,7 @@ FSDP_KEYS = {
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
     "use_orig_params": "FSDP_USE_ORIG_PARAMS",
 }
-# Accepted without effect: weights are always read in slices, checkpoints are always sharded, backward prefetch is
-# torch's default.
+# Without effect: weights are read in slices, checkpoints sharded, and backward prefetch is torch's default.
 SUPERSEDED = frozenset({"cpu_ram_efficient_loading", "sync_module_states", "state_dict_type", "backward_prefetch"})
 UNSUPPORTED = {
     "ignored_modules": "every module is sharded here; remove the key",

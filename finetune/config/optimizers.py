@@ -205,8 +205,7 @@ def count_optimizer_bytes(
 
 
 def list_smaller(optim: str, *, with_package: bool) -> Mapping[str, str]:
-    """The optimizers that the plan advises where `optim` takes too much memory, each with what it costs: those of a
-    package that has to be installed, or the others.
+    """The optimizers that the plan advises instead of `optim`, with their costs: those of a package, or the others.
 
     >>> list_smaller("adamw_bf16_moments", with_package=True)
     {'adamw_8bit': 'moments in 8 bits; needs torchao'}

@@ -40,8 +40,7 @@ TRUNCATED = (
     "no such key: completions are sampled from all of the vocabulary, since a token's probability under a truncated "
     "distribution is not the one that is trained"
 )
-# Names whose nearest spelling is something else, or that are no key anywhere here: name -> (the key that is meant, what
-# to write).
+# Names whose nearest spelling is something else, or that are no key: name -> (the key that is meant, what to write).
 MEANT: Mapping[str, tuple[str, str]] = {
     "peft_type": ("use_peft", "peft's name; use_peft: true trains LoRA adapters, the only kind here"),
     "max_tokens": ("max_length", "no such key; max_length is the number of tokens in a row"),

@@ -314,8 +314,7 @@ def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None =
 def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> str:
     """What diverged in a run with these (step, loss in nats per token); empty if no newest loss is far above the first.
 
-    The newest are the last DIVERGED_LINES; of a shorter run that is over (`at_end`) its last half, at least two. A loss
-    that is not finite is far above.
+    The newest are the last DIVERGED_LINES, or (`at_end`) the last half of a shorter run. Not finite is far above.
 
     >>> print(find_divergence([(1, 7.6), (2, 1263.0), (3, 315.0)]))
     the loss is 315 at step 3, far above the 7.6 of step 1

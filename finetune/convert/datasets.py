@@ -170,8 +170,7 @@ def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversi
     return sources("dataset"), sources("validation_dataset")
 
 
-# Axolotl's types are called template.form; the columns of a form that joins texts, of which the prompt is a user's
-# turn.
+# Axolotl's types are called template.form; here the prompt columns of the forms that join texts.
 PAIR_FORMS = {"argilla": "instruction", "icr": "input", "intel": "question", "prompt_pairs": "prompt"}
 RATED_FORMS = {
     "argilla": "instruction", "intel": "question", "prompt_pairs": "prompt", "ultra": "prompt",

@@ -62,8 +62,7 @@ AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|gemma-?3n|internvl|kimi-vl|glm-4\.\dv|minicpm-[vo]"
 )
-# Mixtures of experts whose published weights are quantized, whose code is not transformers' own, or that have not been
-# tried.
+# Mixtures whose published weights are quantized, whose code is not transformers' own, or that were not tried.
 MOE_MODEL = re.compile(
     r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|v4|r1)(?!.*distill)|jamba-1\.5|scout|maverick|\d+b[-_]\d+e\b|llama-?4|glm-?5|minimax|kimi-k2|"
     r"ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|arctic|mistral-small-4|nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|grok|step-3|\bmimo(?!-7b)"

@@ -60,8 +60,7 @@ class MicroBatch:
     trained_documents: Tensor | None = None
     desirable: Tensor | None = None  # bool[documents]: whether the answer is rated good; None where nothing is rated
     first_token: int = 0  # where this rank's tokens begin in the row
-    # Where answers are rated, their prompts with other answers, document by document: they are looked at, not trained
-    # on.
+    # Where answers are rated, their prompts with other answers, which are looked at and not trained on.
     mismatched: "MicroBatch | None" = None
     # The model's arguments for all images of the documents, such as pixel_values; those of a blank image where other
     # micro-batches have images and this one has none. None: the data holds no image.

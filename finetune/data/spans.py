@@ -238,8 +238,7 @@ def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer)
 
 
 def _continue_prompt(prompt: str, text: str, before: list[Message], tools: Tools, renderer: Renderer) -> str:
-    """`text`, of a conversation that ends with an answer to `prompt`, with what it writes otherwise before it as in
-    `prompt`.
+    """`text`, of a conversation that ends with an answer to `prompt`, beginning as `prompt` does where it can.
 
     gpt-oss writes the reasoning before a tool call until the conversation ends: the last answer has seen it.
     """

@@ -17,8 +17,7 @@ from finetune.files.run_json import read_json_object
 from finetune.pretrained_config import Vocabulary, load_config, text_config_of
 
 FOLDER = Path(__file__).parent / "templates"
-# The text of a template is part of a checkpoint's fingerprints: a changed file is another template to a run that
-# resumes.
+# A template's text is part of a checkpoint's fingerprints: a changed file is another template to a run.
 TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 ALIASES = {
     "qwen2.5": "qwen",

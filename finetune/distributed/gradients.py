@@ -144,8 +144,7 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 def measure_norm(gradient: torch.Tensor) -> torch.Tensor:
     """The 2-norm of one gradient (0-dim); for a sharded gradient a DTensor of the shards' norms.
 
-    On a CPU it is computed in fp64. torch adds fp32 numbers one by one there, which is 1e-4 too low for millions of
-    numbers and differs with the sharding.
+    On a CPU it is computed in fp64: torch's fp32 sum is 1e-4 too low for millions of numbers, by the sharding.
     """
     dtype = torch.float64 if gradient.device.type == "cpu" else torch.float32
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)

@@ -385,11 +385,9 @@ def configure_compiler() -> None:
     """Sets torch's compiler up for packed rows, which differ in length. Call it before `torch.compile`."""
     _keep_compiled()
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    # Else sizes that are equal in the first batch (tokens and hidden size, tokens and the longest document) become one
-    # symbol.
+    # Else equal sizes in the first batch (tokens and hidden size, say) become one symbol.
     torch.fx.experimental._config.use_duck_shape = False
-    # Epsilons and scales as constants at once: as symbols they become constants after a whole compile, which then
-    # starts over.
+    # Epsilons and scales as constants at once: as symbols they become constants after a whole compile.
     torch._dynamo.config.specialize_float = True
     # A checkpointed layer leaves what its router chose (models/moe/experts.py); when it is recomputed, it need not.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

@@ -17,8 +17,7 @@ def find_cache(name: str) -> Path:
 def go_offline_without_network() -> None:
     """Takes this process offline if the hub does not answer one request.
 
-    Otherwise the hub's client asks six times for each file, for half a minute and with two lines each time, before it
-    looks into the cache.
+    Otherwise the hub's client asks six times for each file, for half a minute, before it looks into the cache.
     """
     from huggingface_hub import constants, get_session
 

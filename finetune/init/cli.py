@@ -100,8 +100,7 @@ def find_gpus() -> Hardware | None:
 
 MANY_ROWS = 50_000  # one epoch of these is enough
 SHOWN_FILES = 5
-# What the data holds -> the methods that learn from it, the default first; auto: all parameters where they fit, else
-# LoRA.
+# What the data holds -> the methods for it, the default first; auto: all parameters if they fit, else LoRA.
 BY_KIND: dict[RowKind, tuple[str, ...]] = {
     "answers": ("auto", "full", "lora", "qlora", *TAUGHT, *REWARDED),
     "pairs": (*PAIRED, *RATED),

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bytes of fp32 that are made of an operand at once. An output head is never copied whole, and a chunk stays in the
-# CPU's cache.
+# Bytes of fp32 made of an operand at once: an output head is never copied whole, and a chunk stays in the cache.
 CHUNK_BYTES = 8 << 20
 NATIVE_ROWS = 8  # torch multiplies up to these by a transposed weight as fast as it reads the weight: generation
 
@@ -114,8 +113,7 @@ def _add_product(
     shape: Sequence[int], bias: Tensor | None, left: Tensor, right: Tensor, beta: float, alpha: float
 ) -> Tensor:
     sums = torch.empty(shape) if bias is None else bias.float()
-    # Only the operators that work in place are not overridden. Unlike `call_boxed`, they leave the GIL to other
-    # threads.
+    # The operators that work in place. Unlike `call_boxed`, they leave the GIL to other threads.
     add = sums.addmm_ if left.dim() == 2 else sums.baddbmm_
     return add(left, right, beta=beta, alpha=alpha)
 

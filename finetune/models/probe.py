@@ -30,8 +30,7 @@ from finetune.models.recurrent import recurrent_modules
 # Tokens of a document, of a second one, and of a third, which repeats the beginning of the first.
 DOCUMENT, OTHER, REPEATED = 8, 5, 6
 PART = DOCUMENT + OTHER + 2  # tokens of a rank, where ranks divide the packed row
-# The share of a leak's effect on a token's output that rounding may reach. A document that sees another shows all of
-# it.
+# The share of a leak's effect on a token's output that rounding may reach.
 LEAK_SHARE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.25}
 FORWARD_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.5}
 

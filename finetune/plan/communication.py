@@ -149,8 +149,7 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
         return
     forward, backward = _count_passes(spec)
     size, recomputed = spec.tokens * a.hidden * run.itemsize, forward - backward * (2 if spec.reference else 1)
-    # The recomputed forward ends where the last tensor is there that its backward reads: before the sum of the MLP's
-    # outputs.
+    # The recomputed forward ends with the last tensor that its backward reads: before the sum of the MLP's outputs.
     calls = 2 * forward - max(0, recomputed) + 2 * backward
     yield Collective("all-reduce", calls, calls * size, ranks)
     if a.family.tensor_parallel == "products":

@@ -74,8 +74,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a run. `read`: an epoch's tokens and the run's steps, if known; `links`: other than the device's.
 
-    Raises `UserError` where the model's config.json cannot be read or is not of a known family, and for a run that is
-    not supported.
+    Raises `UserError` for a config.json that cannot be read or is of no known family, and an unsupported run.
     """
     config, where = find_config(recipe.model)
     recipe = adopt_published_names(complete_lora(recipe), str(config.get("model_type")))

@@ -242,8 +242,7 @@ def offload_seconds(spec: RunSpec) -> float:
 def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
     """Seconds of a step in which a rank samples completions, each of full length; 0 where it samples none.
 
-    A token of all rows reads every weight and half of a full cache from memory, or computes, whichever takes longer.
-    `forward`: FLOP of a token.
+    A token of all rows reads all weights and half of a full cache, or computes. `forward`: FLOP of a token.
     """
     if not spec.recipe.method_facts.samples:
         return 0.0

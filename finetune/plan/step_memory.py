@@ -1,7 +1,6 @@
 """The peak memory of one rank in every phase of a run, from snapshots at the points where memory could be highest.
 
-The points of a training step follow torch's own order of events: the forward with the loss here, the backward in
-`temporary_memory.py`.
+The points of a step follow torch's order of events; the backward's are in `temporary_memory.py`.
 """
 
 from collections.abc import Iterator

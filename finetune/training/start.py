@@ -55,8 +55,7 @@ def make_objectives(
 ) -> Objectives:
     """What the run minimizes, and what is measured on held-out data. All ranks call it.
 
-    `model` still has the weights that training starts with, which are the reference of a method that needs one.
-    `inputs`: of `fingerprint_inputs`.
+    `model` still has the weights that training starts with, a method's reference. `inputs`: of `fingerprint_inputs`.
     """
     facts, teacher = recipe.method_facts, None
     if recipe.teacher is not None:

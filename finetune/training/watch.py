@@ -49,8 +49,7 @@ class Watchdog:
         """Reports progress: `doing` starts now. Of no effect outside the `with`."""
         self._doing, self._since = doing, time.monotonic()
         if self._watching:
-            # In case the hang holds Python's lock, so that no thread of Python runs: a timer of the C runtime. A
-            # notebook's own stderr is not a file.
+            # In case the hang holds Python's lock: a timer of the C runtime. A notebook's own stderr is not a file.
             faulthandler.dump_traceback_later(self._timeout + 5.0, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def watched(self, items: Iterator[Item], doing: str) -> Iterator[Item]:

@@ -7,8 +7,7 @@ right. Generation, which passes an attention mask or a cache, runs transformers'
 
 Where ranks divide a row's tokens between them, each attends for some of the heads, over the whole row.
 
-On a CPU attention runs in float32 whatever the precision: torch's backward there is half as fast in bf16, and compiles
-a kernel for every length.
+On a CPU attention runs in float32: torch's bf16 backward there is half as fast, and compiles for every length.
 """
 
 from collections.abc import Callable

@@ -175,8 +175,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, options:
         return_aux=AuxRequest(lse=True),
     )
     if options.sinks is not None:
-        # One more term of the softmax's sum, exp(sink), with no value: the output shrinks by exp(lse) / (exp(lse) +
-        # exp(sink)).
+        # One more term of the softmax's sum, exp(sink), without a value: the output shrinks accordingly.
         assert found.lse is not None
         share = torch.sigmoid(found.lse - options.sinks[:, None])[..., None]
         out = (out * share).to(out.dtype)
