@@ -164,7 +164,7 @@ def _add_export(subcommands: "Subcommands") -> None:
         export,
         "--format",
         "FORMATS",
-        "safetensors, gguf, or both with a comma between (default: safetensors)",
+        "safetensors, gguf, compressed-tensors, or several with commas between (default: safetensors)",
         default="safetensors",
     )
     _take(
@@ -174,6 +174,20 @@ def _add_export(subcommands: "Subcommands") -> None:
         "of GGUF: f32, f16, bf16, q8_0; q6_k, q5_k_m, q4_k_m and others that llama.cpp makes (default: as --dtype)",
     )
     _take(export, "--gguf-pre-tokenizer", "NAME", "how a text is cut, by llama.cpp's name (default: found)")
+    _take(
+        export,
+        "--quantization",
+        "SCHEME",
+        "of compressed-tensors: fp8-fp8, int8-int8, int8, int8-int4, int4 (default: what the run was trained for)",
+    )
+    _take(export, "--group-size", "N", "numbers of a row under one scale (default: the row)", type=int)
+    _take(
+        export,
+        "--max-loss-increase",
+        "NATS",
+        "export nothing where quantization raises the loss on the run's rows by more",
+        type=float,
+    )
     _take(export, "--max-shard-size", "SIZE", "of one weights file (default: 5GB)", default="5GB")
     _flag(export, "--no-verify", "do not read the result back and compare", clears="verify")
     _flag(export, "--overwrite", "replace DIR where it exists")

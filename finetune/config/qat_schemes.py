@@ -11,6 +11,7 @@ class Scheme:
 
     weight_bits: int
     input_bits: int | None = None  # None: inputs are not rounded
+    is_float: bool = False
     refused: str = ""  # why what it trains cannot be quantized, and so not compared with what was trained
 
 
@@ -22,10 +23,11 @@ SCHEMES: Mapping[str, Scheme] = {
     "int8-int8": Scheme(8, 8),
     "int4-packed": Scheme(4, refused=WITH_MSLK),
     "fp8-int4": Scheme(4, 8, refused=WITH_MSLK),
-    "fp8-fp8": Scheme(8, 8, refused="torchao quantizes to FP8 on GPUs from Ada and MI300 on"),
+    "fp8-fp8": Scheme(8, 8, is_float=True, refused="torchao quantizes to FP8 on GPUs from Ada and MI300 on"),
     "nvfp4": Scheme(4, 4, refused="torchao quantizes to NVFP4 on GPUs of Blackwell"),
     "mxfp4": Scheme(4, 4, refused="torchao quantizes to MXFP4 on GPUs of Blackwell"),
 }
+EXPORTED = ("fp8-fp8", *(name for name, scheme in SCHEMES.items() if not scheme.refused))
 TRAINED = tuple(name for name, scheme in SCHEMES.items() if not scheme.refused)
 if TYPE_CHECKING:
     SchemeName = str

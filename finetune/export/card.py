@@ -87,9 +87,13 @@ def model_card(
 
 def add_evaluation(card: str, results: Sequence[BenchmarkResult]) -> str:
     """The text of a card with a section on `results`, in place of an earlier one."""
-    section = _section("Evaluation", f"{_table(*benchmark_table(results))}\n\n{_measured_by(results)}")
-    before, use, after = re.sub(r"## Evaluation\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL).partition("## Use\n")
-    return f"{before.rstrip()}\n\n{section}\n\n{use}{after}".rstrip() + "\n"
+    return insert_section(card, "Evaluation", f"{_table(*benchmark_table(results))}\n\n{_measured_by(results)}")
+
+
+def insert_section(card: str, title: str, body: str) -> str:
+    """The text of a card with a section before its use, in place of an earlier one of this title."""
+    before, use, after = re.sub(rf"## {title}\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL).partition("## Use\n")
+    return f"{before.rstrip()}\n\n{_section(title, body)}\n\n{use}{after}".rstrip() + "\n"
 
 
 def _measured_by(results: Sequence[BenchmarkResult]) -> str:

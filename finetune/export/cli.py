@@ -32,6 +32,9 @@ def export_command(arguments: argparse.Namespace) -> int:
         formats=split_list(arguments.format),
         gguf_types=split_list((arguments.gguf_type or "").lower()),  # as q4_k_m or Q4_K_M
         gguf_pre_tokenizer=arguments.gguf_pre_tokenizer,
+        quantization=arguments.quantization,
+        group_size=arguments.group_size,
+        max_loss_increase=arguments.max_loss_increase,
     )
     check_request(source, output, options)
     if arguments.push_to_hub is not None:

@@ -13,7 +13,16 @@ from finetune.export.card import has_chat_template, has_tokenizer, write_metadat
 from finetune.export.formats.planners import PLANNERS
 from finetune.export.merge import refuse_idle
 from finetune.export.merge_choice import choose_merge
-from finetune.export.publish import ExportOptions, MergeOnto, check_disk_space, check_request, publish, push_folder
+from finetune.export.publish import (
+    COMPRESSED,
+    ExportOptions,
+    MergeOnto,
+    check_disk_space,
+    check_request,
+    is_alone,
+    publish,
+    push_folder,
+)
 from finetune.export.reload_process import ReloadProcess
 from finetune.export.source import Source, open_source
 from finetune.export.target import TargetModel, describe_target
@@ -39,6 +48,9 @@ def export(
     formats: Sequence[str] = ("safetensors",),
     gguf_types: Sequence[str] = (),
     gguf_pre_tokenizer: str | None = None,
+    quantization: str | None = None,
+    group_size: int | None = None,
+    max_loss_increase: float | None = None,
     log: Callable[[str], object] = print,
 ) -> Path:
     """Makes the Hugging Face folder `output` from a run, a checkpoint, or a folder of another tool (`source` lists
@@ -60,6 +72,9 @@ def export(
         formats=tuple(formats),
         gguf_types=tuple(gguf_types),
         gguf_pre_tokenizer=gguf_pre_tokenizer,
+        quantization=quantization,
+        group_size=group_size,
+        max_loss_increase=max_loss_increase,
     )
     check_request(Path(run_or_checkpoint), Path(output), options)
     source = open_source(Path(run_or_checkpoint), base_model=base_model, log=log)
@@ -135,9 +150,11 @@ def _find_commands(
         of_folder = use_adapter(output, source.base_model, source.adapter.config) if is_peft and source.adapter else {}
         return of_folder | of_files
     commands = dict[str, str]()
-    if "safetensors" in options.formats:
+    opened = [name for name in ("safetensors", COMPRESSED) if name in options.formats]
+    if opened:
+        folder = output / COMPRESSED if "safetensors" not in opened and not is_alone(COMPRESSED, options) else output
         commands |= use_model(
-            output, has_template=has_chat_template(source.description), is_vision_language=bool(target.beside)
+            folder, has_template=has_chat_template(source.description), is_vision_language=bool(target.beside)
         )
     return commands | of_files
 

@@ -23,6 +23,7 @@ from finetune.pretrained_config import text_config_of
 ROWS, TOKENS = 2, 16
 # (name, start, stop) -> rows of a parameter or saved buffer; a scalar has one row, itself.
 Rows = Callable[[str, int, int], torch.Tensor]
+RoundInputs = Callable[[str, torch.Tensor], torch.Tensor]  # (layer, its inputs) -> what it multiplies
 
 
 def prompts(vocabulary: int) -> torch.Tensor:
@@ -49,12 +50,15 @@ def stream_logits(model: nn.Module, rows: Rows) -> torch.Tensor:
 
 
 @contextmanager
-def stream(model: nn.Module, variants: Sequence[Rows]) -> Iterator[None]:
+def stream(
+    model: nn.Module, variants: Sequence[Rows], round_inputs: Sequence[RoundInputs | None] = ()
+) -> Iterator[None]:
     """In this block `model`, which is on meta and stays there, computes with values that are read as they are needed.
 
     A linear layer multiplies with a block of rows while the next is read, an embedding reads the rows of its tokens,
     and any other parameter is read when a module, its owner or another, uses it. With several `variants` of the model
-    the inputs are those of each, one after the other in dimension 0, and only the weights of linear layers may differ.
+    the inputs are those of each, one after the other in dimension 0, and only linear layers may differ: in their
+    weights, and in what `round_inputs` does to their inputs, for each variant.
     """
     parameters = {module: module._parameters for module in model.modules()}
     read = _Reader(variants[0])
@@ -62,7 +66,7 @@ def stream(model: nn.Module, variants: Sequence[Rows]) -> Iterator[None]:
         prefix = f"{name}." if name else ""
         forward = STREAMED.get(type(module))  # a subclass may compute something else
         if forward is not None:
-            module.forward = partial(forward, module, name, variants)
+            module.forward = partial(forward, module, name, variants, round_inputs)
         stored = _StoredExperts if is_experts(module) else _StoredParameters
         module.__dict__["_parameters"] = stored(module._parameters, prefix, read)
         _read_buffers(prefix, module, variants[0])
@@ -137,7 +141,16 @@ class _NoMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _linear(module: nn.Linear, name: str, variants: Sequence[Rows], inputs: torch.Tensor) -> torch.Tensor:
+def _linear(
+    module: nn.Linear,
+    name: str,
+    variants: Sequence[Rows],
+    round_inputs: Sequence[RoundInputs | None],
+    inputs: torch.Tensor,
+) -> torch.Tensor:
+    if any(round_inputs):
+        pairs = zip(inputs.chunk(len(variants)), round_inputs, strict=True)
+        inputs = torch.cat([own if rounds is None else rounds(name, own) for own, rounds in pairs])
     # Allocated once: small results kept between the blocks would fragment the heap until no block fits.
     result = inputs.new_empty(*inputs.shape[:-1], module.out_features)
     places = list(row_blocks((module.out_features, module.in_features)))
@@ -152,7 +165,9 @@ def _linear(module: nn.Linear, name: str, variants: Sequence[Rows], inputs: torc
     return result if module.bias is None else result + module.bias
 
 
-def _embedding(module: nn.Embedding, name: str, variants: Sequence[Rows], ids: torch.Tensor) -> torch.Tensor:
+def _embedding(
+    module: nn.Embedding, name: str, variants: Sequence[Rows], _: Sequence[RoundInputs | None], ids: torch.Tensor
+) -> torch.Tensor:
     tokens, places = torch.unique(ids, return_inverse=True)
     found = torch.cat([variants[0](f"{name}.weight", token, token + 1).float() for token in tokens.tolist()])
     return found[places]

@@ -14,7 +14,7 @@ from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.data.examples import Examples
 from finetune.distributed.language_model import trunk_of
 from finetune.errors import UserError
-from finetune.export.logits import Rows, stream
+from finetune.export.logits import RoundInputs, Rows, stream
 from finetune.export.merge import choose_written_dtype, find_quantized, find_stored, make_dequantizer, plan_values
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Source
@@ -117,6 +117,7 @@ class MergedScore:
 
     loss: float  # per labeled token, in nats
     logit_difference: float  # the largest from the trained model's
+    divergence: float = 0.0  # KL from the trained model's probabilities, per labeled token, in nats
 
 
 def can_be_measured(source: Source, target: TargetModel) -> bool:
@@ -138,7 +139,7 @@ def measure_merges(
     if not source.quantized:
         variants["original"] = plan_values(source, target, stored, dtype, "original")
     variants["dequantized"] = plan_values(source, target, stored, dtype, "dequantized", read_dequantized)
-    found = _measure(target.model, [_rows_of(values, target) for values in variants.values()], rows)
+    found = measure(target.model, [_rows_of(values, target) for values in variants.values()], rows)
     return dict(zip(variants, found, strict=True))
 
 
@@ -147,19 +148,25 @@ def _rows_of(values: Mapping[str, Value], target: TargetModel) -> Rows:
 
 
 @torch.no_grad()
-def _measure(model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows) -> list[MergedScore]:
-    """Each variant on `rows`; the first is the one that logits are compared with. Logits are never whole."""
+def measure(
+    model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows, round_inputs: Sequence[RoundInputs | None] = ()
+) -> list[MergedScore]:
+    """Each variant on `rows`; the first is the one that logits are compared with. Logits are never whole.
+
+    round_inputs: of each variant, what is done to the inputs of linear layers; none: nothing.
+    """
     plain: Any = model
     count, transform = len(variants), LogitTransform.from_config(plain.config)
     chunk = max(1, loss_chunk_tokens(plain.config.get_text_config().vocab_size, "cpu") // count)
     real = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).flatten()
     labels = rows.labels.flatten()[real]
     losses, differences = torch.zeros(count, dtype=torch.float64), torch.zeros(count)
+    divergences = torch.zeros(count, dtype=torch.float64)
     inputs = {"input_ids": rows.input_ids}
     if depends_on_length(model):  # a row ends at its largest position; what pads it stays there
         install_document_rotary(model)
         inputs["position_ids"] = torch.arange(rows.input_ids.shape[1]).minimum(rows.lengths[:, None] - 1)
-    with stream(model, variants):
+    with stream(model, variants, round_inputs):
         inputs = {name: ids.repeat(count, 1) for name, ids in inputs.items()}
         hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state
         hidden = hidden.reshape(count, real.numel(), -1)[:, real]
@@ -169,10 +176,10 @@ def _measure(model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows) -
             each = functional.cross_entropy(scores.flatten(0, 1), wanted, ignore_index=IGNORE_INDEX, reduction="none")
             losses += each.view(count, -1).double().sum(1)
             differences = torch.maximum(differences, (scores - scores[:1]).abs().flatten(1).amax(1))
-    losses /= rows.labeled_tokens
-    return [
-        MergedScore(loss, difference) for loss, difference in zip(losses.tolist(), differences.tolist(), strict=True)
-    ]
+            scores = scores[:, labels[start : start + chunk] != IGNORE_INDEX].log_softmax(-1)
+            divergences += (scores[:1].exp() * (scores[:1] - scores)).flatten(1).double().sum(1)
+    scored = zip(losses / rows.labeled_tokens, differences, divergences / rows.labeled_tokens, strict=True)
+    return [MergedScore(*(float(number) for number in numbers)) for numbers in scored]
 
 
 # In nats. The dequantized base is the one that was trained: the original must be better by more than rounding explains.

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from finetune.checkpoint.manifest import STATE
+from finetune.config.qat_schemes import EXPORTED, SCHEMES
 from finetune.config.quantization import read_recipe_quantization
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
 from finetune.errors import UserError
@@ -20,7 +21,8 @@ from finetune.files.run_json import read_json_object
 from finetune.units import disk_size, read_size
 
 DTYPES = ("float32", "bfloat16", "float16")
-FORMATS = ("safetensors", "gguf")
+COMPRESSED = "compressed-tensors"
+FORMATS = ("safetensors", "gguf", COMPRESSED)
 # Of GGUF: those that are written here, and those that llama.cpp makes.
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 GGUF_K_TYPES = ("q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k")
@@ -43,6 +45,14 @@ class ExportOptions:
     formats: tuple[str, ...] = ("safetensors",)
     gguf_types: tuple[str, ...] = ()  # none: the dtype of the model
     gguf_pre_tokenizer: str | None = None  # llama.cpp's name; None: found
+    quantization: str | None = None  # a scheme of compressed-tensors; None: that of the training
+    group_size: int | None = None  # numbers of a row under one scale; None: the row, or as trained
+    max_loss_increase: float | None = None  # in nats; None: any
+
+
+def is_alone(name: str, options: "ExportOptions") -> bool:
+    """Whether a format is the only one, whose files stand in the folder itself."""
+    return options.formats == (name,)
 
 
 def split_list(text: str | None) -> tuple[str, ...]:
@@ -67,6 +77,7 @@ def _check_formats(options: ExportOptions) -> None:
             )
     if not options.formats:
         raise UserError(f"--format: empty; one or more of {', '.join(FORMATS)} are expected")
+    _check_quantization(options)
     if "gguf" not in options.formats:
         if options.gguf_types or options.gguf_pre_tokenizer:
             flag = "--gguf-type" if options.gguf_types else "--gguf-pre-tokenizer"
@@ -80,6 +91,31 @@ def _check_formats(options: ExportOptions) -> None:
             f"--gguf-type: {made[0]}: llama.cpp makes it, which is not installed: {LLAMA_CPP}; without it there are "
             f"{', '.join(GGUF_TYPES)}"
         )
+
+
+def _check_quantization(options: ExportOptions) -> None:
+    flags = {
+        "--quantization": options.quantization,
+        "--group-size": options.group_size,
+        "--max-loss-increase": options.max_loss_increase,
+    }
+    if COMPRESSED not in options.formats:
+        for flag, value in flags.items():
+            if value is not None:
+                raise UserError(f"{flag}: nothing is quantized; add --format {COMPRESSED}")
+        return
+    if options.quantization not in (None, *EXPORTED):
+        raise UserError(f"--quantization: {options.quantization}: one of {', '.join(EXPORTED)} is expected")
+    if options.group_size is not None and options.group_size < 1:
+        raise UserError(f"--group-size: {options.group_size}: a number above 0 is expected")
+    if options.group_size is not None and options.quantization is None:
+        raise UserError("--group-size: name the scheme too, with --quantization")
+    if options.quantization is not None and SCHEMES[options.quantization].is_float and options.group_size is not None:
+        raise UserError(f"--group-size: {options.quantization} has one scale a row; omit it")
+    if not options.model:
+        raise UserError(f"--format {COMPRESSED}: an adapter is not quantized; omit --adapter-only")
+    if not is_installed("compressed_tensors"):
+        raise UserError(f"--format {COMPRESSED}: needs the package: pip install {COMPRESSED}")
 
 
 def _was_quantized(source: Path) -> bool:

@@ -168,9 +168,9 @@ def open_log(
         describe_run(folder, recipe, world)
         if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())
-        if recipe.quantization.bits is not None:
+        if not recipe.method_facts.samples and data.images is None:
             batches = data.evaluation or data.train
-            if isinstance(batches, StoredBatches):  # for the export's choice of a base; a stream keeps none
+            if isinstance(batches, StoredBatches):  # what an export is measured on; a stream keeps none
                 write_comparison_rows(folder, batches.examples, held_out=data.evaluation is not None)
         samples = drop_later_lines(folder / SAMPLES, step)
         drop_later_lines(folder / COMPLETIONS, step)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finetune.export.logits import prompts, stream_logits
-from finetune.export.merge_choice import ComparisonRows, _measure
+from finetune.export.merge_choice import ComparisonRows, measure
 from finetune.export.target import describe_target, read_rows
 from finetune.files.tensors import read_folder
 from finetune.models.weights import convert_to_parameters
@@ -33,7 +33,7 @@ def test_streamed_logits_are_the_models(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "config"), LONG_CONTEXT.items())
-def test_merges_are_measured_on_each_row_as_if_it_were_alone(
+def test_merges_aremeasured_on_each_row_as_if_it_were_alone(
     family: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
     """Rows below and beyond the length at which RoPE changes its frequencies, padded into one batch; two variants."""
@@ -48,6 +48,6 @@ def test_merges_are_measured_on_each_row_as_if_it_were_alone(
     with torch.no_grad():
         truth = plain_loss(model, examples).item() / rows.labeled_tokens
     read = lambda name, start, stop: read_rows(stored[target.tied.get(name, name)], start, stop)  # noqa: E731
-    for found in _measure(target.model, [read, read], rows):
+    for found in measure(target.model, [read, read], rows):
         assert found.loss == pytest.approx(truth, rel=1e-6)
         assert found.logit_difference == 0

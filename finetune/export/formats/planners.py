@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from finetune.export.publish import ExportOptions
+from finetune.export.publish import COMPRESSED, ExportOptions
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
@@ -46,4 +46,10 @@ def _plan_gguf(
     return plan_gguf(source, target, weights, options, title, log)
 
 
-PLANNERS: Mapping[str, Planner] = {"gguf": _plan_gguf}
+def _plan_compressed(*described: Any) -> PlannedFormat:
+    from finetune.export.formats.compressed_tensors_export import plan_compressed  # needs a package that may be missing
+
+    return plan_compressed(*described)
+
+
+PLANNERS: Mapping[str, Planner] = {"gguf": _plan_gguf, COMPRESSED: _plan_compressed}
