@@ -205,7 +205,7 @@ def refuse_small_disk(
     name = recipe.model.model_name_or_path
     base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
     dtype = choose_dtype(keys.export_dtype, base, getattr(torch, recipe.model.dtype))
-    export = parameters * dtype.itemsize if keys.export_at_end else 0
+    export = parameters * dtype.itemsize * len(keys.export_formats) if keys.export_at_end else 0  # at most
     spare = EXPORT_SPARE_BYTES if export else 0
     needed, free = new * checkpoint_bytes + export + spare, shutil.disk_usage(run_folder).free
     if needed > free:

@@ -187,6 +187,15 @@ MACHINE: tuple[Rule, ...] = (
         "torchao for QAT", (qat_rules.KEY,), qat_rules.is_on, "torchao", qat_rules.KEY, "remove the key",
     ),
     *(
+        _package(
+            f"{package} for an export", ("export_formats",), qat_rules.exports(name), package,
+            f"export_formats: {name}", "remove it", install=install,
+        )
+        for name, package, install in (
+            ("gguf", "gguf", ""), ("compressed-tensors", "compressed_tensors", "compressed-tensors"),
+        )
+    ),
+    *(
         _package(f"{facts.package} for {name}", ("optim",), is_set("optim", name), facts.package, f"optim: {name}",
                  f"set optim: {SMALLEST_WITHOUT_PACKAGE}")
         for name, facts in OPTIMIZERS.items() if facts.package is not None

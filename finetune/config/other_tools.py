@@ -309,7 +309,7 @@ AXOLOTL = (
     *ignored(FOUND, "is_qwen_derived_model", "mean_resizing_embeddings", "tokenizer_save_jinja_files"),
     *unsupported("LoRA+", "loraplus_lr_ratio", "loraplus_lr_embedding"),
     *unsupported("LISA", "lisa_n_layers", "lisa_step_interval", "lisa_layers_attribute"),
-    *unsupported("LoftQ", "peft"),
+    *unsupported("LoftQ", "peft"), Counterpart("qat", "quantization_aware_training", "inputs of int8 with weights of int4: int8-int4", "by-code"),
     *(Counterpart(key, "token_loss", WEIGHTED, "by-code") for key in LABEL_LOSSES),
     Counterpart("eaft_k", "token_loss", "20 of the likeliest tokens", "by-code"),
     *in_accelerate_file(FP8, "fp8", "fp8_enable_fsdp_float8_all_gather"),

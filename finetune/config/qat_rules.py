@@ -1,4 +1,4 @@
-"""The rules of quantization-aware training: what torchao can finish, and what else would change the rounded weight."""
+"""The rules of quantization-aware training and of quantized exports."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -7,16 +7,22 @@ from typing import Any
 
 from finetune.config.facts import Case, Need, Rule
 from finetune.config.layout_rules import BF16, has_fp8, has_tp
-from finetune.config.qat_schemes import SCHEMES, TRAINED
+from finetune.config.qat_schemes import EXPORTED, SCHEMES, TRAINED
 from finetune.config.recipe_rules import is_set, no_effect
 from finetune.config.schema import QuantizationAware
 
+COMPRESSED = "compressed-tensors"
 KEY = "quantization_aware_training"
 OFF: Mapping[str, Any] = {KEY: None}
 
 
 def is_on(case: Case) -> bool:
     return case[KEY] is not None
+
+
+def exports(name: str) -> Callable[[Case], bool]:
+    """A condition: a run ends with an export in the format `name`."""
+    return lambda case: case["export_at_end"] and name in case["export_formats"]
 
 
 def _beside(
@@ -63,6 +69,39 @@ RULES: tuple[Rule, ...] = (
     *(
         no_effect(key.name, f"without {KEY}", lambda c: not is_on(c), KEY)
         for key in fields(QuantizationAware)[1:]
+    ),
+    Rule(
+        name="an export without a folder", keys=("export_formats",),
+        when=lambda c: "safetensors" not in c["export_formats"],
+        message="export_formats: without safetensors a run's folder has no model to chat with",
+        advice="add it", fix={"export_formats": ("safetensors",)},
+    ),
+    no_effect("export_formats", "with export_at_end: false", is_set("export_at_end", False), "export_at_end"),
+    no_effect(
+        "export_quantization", "without export_formats: [safetensors, compressed-tensors]",
+        lambda c: COMPRESSED not in c["export_formats"], "export_formats",
+    ),
+    Rule(
+        name="a quantized export without a scheme", keys=("export_formats", "export_quantization", KEY),
+        when=lambda c: COMPRESSED in c["export_formats"] and not (is_on(c) or c["export_quantization"]),
+        message="export_formats: compressed-tensors: no scheme", advice="set export_quantization, such as int8-int8",
+    ),
+    Rule(
+        name="a scheme that is not exported", keys=("export_quantization",),
+        when=lambda c: c["export_quantization"] not in (None, *EXPORTED),
+        message="export_quantization: {export_quantization}: not written", advice=f"use one of {', '.join(EXPORTED)}",
+    ),
+    Rule(
+        name="a quantized mixture", keys=("export_formats",), needs=("model",),
+        when=lambda c: COMPRESSED in c["export_formats"] and (c.model.experts or c.is_whole),
+        message="export_formats: compressed-tensors: {name} is a mixture or has a vision tower, which is not quantized",
+        advice="remove it",
+    ),
+    Rule(
+        name="a family that is not exported as GGUF", keys=("export_formats",), needs=("model",),
+        when=lambda c: "gguf" in c["export_formats"] and (c.model.family.llama_cpp is None or c.is_whole),
+        message="export_formats: gguf: {model.model_type} is not among the families that are exported as GGUF",
+        advice="remove it",
     ),
     Rule(
         name="rounding after the end", keys=("fake_quant_after_n_steps", "max_steps"),

@@ -14,6 +14,11 @@ class Scheme:
     is_float: bool = False
     refused: str = ""  # why what it trains cannot be quantized, and so not compared with what was trained
 
+    def stored_bytes(self, itemsize: int, group: int | None) -> float:
+        """Bytes of a number in an export: its code, and its part of a scale of `itemsize` bytes. Beside rounded inputs
+        a code has a byte of its own."""
+        return (1 if self.input_bits else self.weight_bits / 8) + (itemsize / group if group else 0)
+
 
 WITH_MSLK = "torchao packs 4-bit weights with kernels of the mslk package, on a GPU"
 SCHEMES: Mapping[str, Scheme] = {

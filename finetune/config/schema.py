@@ -223,7 +223,8 @@ class QuantizationAware:
         SameOnResume,
         "Round the weights of linear layers, and the inputs where two numbers are named, in every forward as this "
         "scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and weights of 4. The output head stays as "
-        "it is. What is trained and saved has full precision.",
+        "it is. What is trained and saved has full precision; export_formats: [safetensors, compressed-tensors] "
+        "quantizes it.",
     ] = None
     qat_group_size: Annotated[
         Positive | None,
@@ -236,6 +237,7 @@ class QuantizationAware:
 
 
 PipelineSchedule = Literal["1f1b", "interleaved_1f1b"]
+ExportFormat = Literal["safetensors", "gguf", "compressed-tensors"]
 Turns = Literal["auto", "split", "whole", "last"]
 
 
@@ -618,6 +620,16 @@ class Checkpoint:
     export_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         "The dtype of the exported weights; null: that of the base checkpoint.",
+    ] = None
+    export_formats: Annotated[
+        tuple[ExportFormat, ...],
+        "What is left under export/ when the training is done: safetensors, and beside it a GGUF file, or a folder "
+        "that is quantized, as finetune export --format does.",
+    ] = ("safetensors",)
+    export_quantization: Annotated[
+        SchemeName | None,
+        "Of export_formats: compressed-tensors, a scheme such as fp8-fp8 or int8-int8; null: "
+        "quantization_aware_training's.",
     ] = None
 
 

@@ -12,6 +12,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import keys_of
 from finetune.convert.model_names import MOE_CAUSE, Found, find_images, find_refused_models, find_texts, name_model
 from finetune.convert.online import adapt_online, find_unsupported_online, is_online
+from finetune.convert.rounding import asks_for_rounding, find_rounding
 from finetune.convert.rules import Conversion, convert_number, read_section, shorten
 from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
@@ -247,7 +248,6 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         "classification": ("num_labels",),
         "diffusion": ("diffusion",),
         "distillation": ("kd_trainer",),
-        "quantization-aware training": ("qat",),
         "1-bit training": ("use_onebitllms",),
     },
     "LLaMA-Factory": {
@@ -370,6 +370,13 @@ def refuse_other_methods(tool: Tool, theirs: Mapping[str, Any], source: Path) ->
 def _methods(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
     for cause, keys in {**REFUSED_KEYS[tool], "mixture of depths": ("mixture_of_depths",)}.items():
         yield from ((f"{key}: {shorten(theirs[key])}", cause, True) for key in keys if theirs.get(key))
+    if asks_for_rounding(theirs) and find_rounding(theirs) is None:
+        key = "qat" if theirs.get("qat") else "quantizer"
+        yield (
+            f"{key}: {shorten(theirs[key])}",
+            "quantization-aware training that torchao finishes on some GPUs only",
+            True,
+        )
     others = {"Axolotl": _axolotl, "LLaMA-Factory": _factory, "torchtune": _torchtune, "Automodel": _automodel}
     yield from others[tool](theirs) if tool in others else ()
 
@@ -408,9 +415,8 @@ def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield "teacher_model", "distillation by another divergence", True
     purposes = {"tasks": "evaluation", "prompt": "generation", "max_new_tokens": "generation"}
     yield from ((key, purpose, False) for key, purpose in purposes.items() if key in theirs)
-    if "quantizer" in theirs:
-        is_training = "dataset" in theirs
-        yield "quantizer", "quantization-aware training" if is_training else "quantization", is_training
+    if "quantizer" in theirs and not asks_for_rounding(theirs):
+        yield "quantizer", "quantization", False
     if "llama4" in components or "moe" in components:
         yield "model", MOE_CAUSE, True
     if not {"dataset", "datasets"} & theirs.keys():
@@ -431,8 +437,6 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
     for part, cause in AUTOMODEL_MODELS.items():
         if part in kind:
             yield f"model: {kind.rsplit('.', 2)[-2]}", cause, True
-    if read_section(theirs, "qat").get("enabled"):
-        yield "qat", "quantization-aware training", True
     if "prefix_tree" in str(theirs):
         yield "dataloader: prefix trees", "online RL", True
     if kind.endswith("from_config"):

@@ -11,6 +11,7 @@ from finetune.config.optimizers import OPTIMIZERS, convert_optimizer
 from finetune.config.other_tools import TOKEN_NAMES, Counterpart
 from finetune.config.quantization import QLORA
 from finetune.config.schema import recipe_keys
+from finetune.convert.rounding import ADAPTER_APART, HEAD_ROUNDED, find_rounding
 from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
 
 WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
@@ -61,6 +62,7 @@ def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     _adapt_tokens(theirs, found)
     _adapt_frozen(theirs, found)
     _adapt_images(theirs, found)
+    _adapt_rounding(theirs, found)
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
     if found.tool in rules:
         rules[found.tool](theirs, text, found)
@@ -141,6 +143,18 @@ def _adapt_images(theirs: Mapping[str, Any], found: Conversion) -> None:
         found.add_difference("lora_target_modules", targets, "layers of the vision tower by these names too there")
     if "train_on_inputs" not in theirs:
         found.add_difference("processor_type", theirs.get("processor_type"), IMAGE_LABELS)
+
+
+def _adapt_rounding(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """Quantization-aware training, and where the same torchao rounds other layers there."""
+    keys = find_rounding(theirs)
+    if keys is None:
+        return
+    found.recipe |= keys
+    key = "qat" if "qat" in theirs else "quantizer"
+    found.add_difference(key, theirs[key], HEAD_ROUNDED)
+    if theirs.get("adapter") or "lora" in str(read_section(theirs, "model").get("_component_")) or theirs.get("peft"):
+        found.add_difference(key, theirs[key], ADAPTER_APART)
 
 
 def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:

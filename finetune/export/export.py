@@ -96,7 +96,11 @@ def export_run(
     options = ExportOptions(verify=verify, overwrite=True, trust_remote_code=trust_remote_code)
     if source.adapter is not None:
         export_source(source, run / ADAPTER, replace(options, model=False), log)
-    return export_source(source, run / EXPORT, replace(options, adapter=False), log)
+    formats = tuple(source.recipe.get("export_formats") or options.formats)
+    quantization = source.recipe.get("export_quantization")
+    return export_source(
+        source, run / EXPORT, replace(options, adapter=False, formats=formats, quantization=quantization), log
+    )
 
 
 def export_source(

@@ -9,11 +9,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, get_args
 
 from finetune.checkpoint.manifest import STATE
 from finetune.config.qat_schemes import EXPORTED, SCHEMES
 from finetune.config.quantization import read_recipe_quantization
+from finetune.config.schema import ExportFormat
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
 from finetune.errors import UserError
 from finetune.files import durable
@@ -22,7 +23,7 @@ from finetune.units import disk_size, read_size
 
 DTYPES = ("float32", "bfloat16", "float16")
 COMPRESSED = "compressed-tensors"
-FORMATS = ("safetensors", "gguf", COMPRESSED)
+FORMATS = get_args(ExportFormat)
 # Of GGUF: those that are written here, and those that llama.cpp makes.
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 GGUF_K_TYPES = ("q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k")

@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.config.methods import RowKind
 from finetune.config.optimizers import count_optimizer_bytes
+from finetune.config.qat_schemes import SCHEMES
 from finetune.config.schema import Data
 from finetune.constants import FP32, ITEMSIZE
 from finetune.files.run_json import parse_json
@@ -61,15 +62,26 @@ def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
     moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True) for t in trained)
     # A full model's checkpoint is complete, also where some is frozen.
     checkpoint = sum(t.numel * t.itemsize for t in (trained if lora else spec.tensors)) + moments
-    exported = ITEMSIZE[recipe.export_dtype or base_dtype] * spec.architecture.parameters
     return Disk(
         checkpoint=checkpoint,
         checkpoints_kept=recipe.save_total_limit,
         checkpoints=checkpoint * ((recipe.save_total_limit or 1) + 1),
-        export=exported if recipe.export_at_end else 0,
+        export=_exported_bytes(spec, ITEMSIZE[recipe.export_dtype or base_dtype]) if recipe.export_at_end else 0,
         adapter=sum(t.numel * t.itemsize for t in trained) if lora else 0,
         offload=files.size * min(spec.ranks, spec.ranks_per_node) if files is not None else 0,
     )
+
+
+def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
+    """What all of `export_formats` hold."""
+    a, keys, aware = spec.architecture, spec.recipe.checkpoint, spec.recipe.quantization_aware
+    whole, quantized = itemsize * a.parameters, 0
+    name = keys.export_quantization or aware.quantization_aware_training
+    if name is not None:
+        group = aware.qat_group_size if name == aware.quantization_aware_training else None
+        weights = sum(linear.numel for layer in range(a.layers) for linear in a.linears(layer))
+        quantized = whole - int(weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group)))
+    return sum(quantized if each == "compressed-tensors" else whole for each in keys.export_formats)
 
 
 def plan_host(spec: RunSpec) -> Host:

@@ -13,7 +13,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from finetune.cli import main
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.export.merge_choice import ROWS_FILE
+from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_model
 from tests.training.layouts import train_all, write_config, write_recipe
 from tests.training.test_qat import KEYS, is_rounded, torchao_base
@@ -73,6 +76,20 @@ def test_the_export_is_the_rounded_model_that_was_trained(
     assert difference(served, trained) < 1e-5
     assert difference(served, logits_of(plain)) < 1e-5
     assert difference(served, unrounded) > 1e-3
+
+
+def test_a_run_leaves_all_formats_and_the_plan_knows_their_bytes(folder: Path) -> None:
+    keys = ["quantization_aware_training=int4", "qat_group_size=16", "export_at_end=true"]
+    keys += ["export_formats=[safetensors, gguf, compressed-tensors]", f"output_dir={folder}/formats"]
+    printed = train_all(folder, [(folder / "recipe.yaml", write_config(folder, "single"), keys)], ranks=1)
+    assert (
+        "/formats/export/compressed-tensors: " in printed and "in int4, verified: every value. On 8 held-out" in printed
+    )
+    files = [*folder.glob("formats/export/**/*.safetensors"), *folder.glob("formats/export/*.gguf")]
+    assert len(files) == 3
+    plan = make_plan(read_recipe(str(folder / "recipe.yaml"), keys), read_sharding("single", None, {}), ranks=1)
+    written = sum(path.stat().st_size for path in files)
+    assert written - 40_000 < plan.disk.export <= written  # headers, the GGUF's tokenizer, shapes
 
 
 @pytest.mark.parametrize("scheme", ["fp8-fp8", "int8-int8", "int8"])
@@ -162,3 +179,36 @@ def test_mixtures_are_refused(tiny_llama: Callable[..., Path], tmp_path: Path, c
     model = tiny_llama("mixture", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
     assert export(model, tmp_path / "out", "--quantization", "int8") == 2
     assert "a mixture, whose experts are no linear layers" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_training_for_4_bits_loses_less_than_quantizing_afterwards(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """stories260k on real questions for 200 steps, a scale for each row of a weight."""
+    columns = {"prompt_column": "question", "completion_column": "answer"}
+    data = shared / "data"
+    keys = {
+        "datasets": [{"path": str(data / "gsm8k_train.jsonl"), **columns}],
+        "eval_datasets": [{"path": str(data / "gsm8k_test.jsonl"), "split": "train[:100]", **columns}],
+        "max_length": 512,
+        "global_batch_size": 4,
+        "per_device_train_batch_size": 4,
+        "max_steps": 200,
+        "learning_rate": 2e-3,
+        "packing": True,
+    }
+    recipe = write_recipe(tmp_path / "recipe.yaml", shared / "models" / "stories260k", Path("unused"), **keys)
+    config, scheme = write_config(tmp_path, "single"), ["quantization_aware_training=int4", "qat_group_size=null"]
+    runs = [
+        (recipe, config, [f"output_dir={tmp_path}/{name}", *keys]) for name, keys in (("plain", []), ("aware", scheme))
+    ]
+    train_all(tmp_path, runs, ranks=1, timeout=1500)
+    losses = {}
+    for name, flags in (("plain", ["--quantization", "int4"]), ("aware", [])):
+        assert export(tmp_path / name, tmp_path / f"{name} out", *flags) == 0
+        found = re.findall(r"its loss is (\S+), beside (\S+) of the unquantized model", capsys.readouterr().out)[0]
+        losses[name] = tuple(map(float, found))
+    print(losses)
+    (afterwards, unquantized), (aware, _) = losses["plain"], losses["aware"]
+    assert unquantized < aware < unquantized + 0.6 * (afterwards - unquantized)

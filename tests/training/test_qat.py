@@ -16,7 +16,7 @@ from finetune.files.tensors import read, read_folder
 from finetune.models.lora import peft_name
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import assert_losses, train_all, write_config, write_recipe
+from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe
 
 pytest.importorskip("torchao")
 STEPS, ROWS = 6, 4  # rows of a step
@@ -153,6 +153,27 @@ def runs(folder: Path, recipe: Path, slow_too: bool) -> Any:
         return folder / f"{layout}-{name}-{ranks}"
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "ranks"), [("int8-int8 later", "single", 1), ("lora int8-int4", "full_shard", 2)]
+)
+def test_a_run_resumes_bit_for_bit(
+    name: str, layout: str, ranks: int, runs: Any, recipe: Path, folder: Path, tmp_path: Path
+) -> None:
+    """From the step before rounding begins, and after it."""
+    whole = runs(layout, name, ranks)
+    resumed = []
+    for step in (1, 3):
+        start = f"resume_from_checkpoint={step_folder(whole, step)}"
+        keys = [f"output_dir={tmp_path}/from {step}", start, *KEYS[name]]
+        resumed.append((recipe, write_config(folder, layout), keys))
+    train_all(tmp_path, resumed, ranks=ranks)
+    for step in (1, 3):
+        again = tmp_path / f"from {step}"
+        assert [line["loss"] for line in steps_of(again)] == [line["loss"] for line in steps_of(whole)][step:]
+        ours, theirs = (read_folder(step_folder(run, STEPS) / "model") for run in (whole, again))
+        assert all(torch.equal(read(ours[key]), read(theirs[key])) for key in ours.keys() | theirs.keys())
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -143,8 +143,8 @@ class CompressedPlan:
         card = insert_section((where / CARD_FILE).read_text(encoding="utf-8"), "Quantization", text)
         replace_file(where / CARD_FILE, card)
         verdict = "verified: every value" if self.options.verify else "not verified"
-        place = "" if where == folder else f"{COMPRESSED}: "
-        return [f"{place}{disk_size(self.byte_count)} in {name}, {verdict}. {cost}"]
+        place = self.weights.model[0].name if where == folder else COMPRESSED
+        return [f"{place}: {disk_size(self.byte_count)} in {name}, {verdict}. {cost}"]
 
     def _measure(self, files: WrittenFiles) -> str:
         """The loss beside that of the unquantized model, on rows of the run. Raises `UserError` where it is too much

@@ -1,0 +1,66 @@
+"""Quantization-aware training in other tools' files: what is converted, what differs, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.convert.conversion import convert_file
+from finetune.convert.recognize import Refusal
+
+AXOLOTL = {
+    "base_model": "meta-llama/Llama-3.2-1B",
+    "datasets": [{"path": "a/b", "type": "alpaca"}],
+    "micro_batch_size": 1,
+}
+TORCHTUNE = {
+    "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "/tmp/m/tokenizer.model", "max_seq_len": 512},
+    "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "/tmp/m"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "batch_size": 2,
+}  # fmt: skip
+QUANTIZER = "torchtune.training.quantization."
+
+
+def converted(tmp_path: Path, theirs: dict[str, Any]) -> Any:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(theirs))
+    return convert_file(path)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            AXOLOTL | {"qat": {"activation_dtype": "int8", "weight_dtype": "int4", "fake_quant_after_n_steps": 20}},
+            {"quantization_aware_training": "int8-int4", "qat_group_size": 32, "fake_quant_after_n_steps": 20},
+        ),
+        (
+            TORCHTUNE
+            | {"quantizer": {"_component_": f"{QUANTIZER}Int8DynActInt4WeightQATQuantizer", "groupsize": 64}}
+            | {"fake_quant_after_n_steps": 1000},
+            {"quantization_aware_training": "int8-int4", "qat_group_size": 64, "fake_quant_after_n_steps": 1000},
+        ),
+        (AXOLOTL, {}),
+    ],
+)
+def test_the_scheme_is_converted(theirs: dict[str, Any], ours: dict[str, Any], tmp_path: Path) -> None:
+    found = converted(tmp_path, theirs)
+    names = ("quantization_aware_training", "qat_group_size", "fake_quant_after_n_steps")
+    assert {name: found.recipe[name] for name in names if name in found.recipe} == ours
+    assert any("the output head is rounded there too" in line for line in found.differences) == bool(ours)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        AXOLOTL | {"qat": {"activation_dtype": "nvfp4", "weight_dtype": "nvfp4", "group_size": 16}},
+        AXOLOTL | {"qat": {"weight_dtype": "int4", "group_size": 128}},
+        TORCHTUNE | {"quantizer": {"_component_": f"{QUANTIZER}Int4WeightOnlyQATQuantizer", "groupsize": 128}},
+    ],
+)
+def test_what_torchao_finishes_on_some_gpus_only_is_refused(theirs: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="quantization-aware training that torchao finishes on some GPUs only"):
+        converted(tmp_path, theirs)
