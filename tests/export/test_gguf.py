@@ -158,7 +158,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "bias": ({"model_type": "qwen3", "attention_bias": True}, [], "q_proj.bias: llama.cpp's qwen3 has no such tensor"),
     "type": ({}, ["--gguf-type", "q9"], "--gguf-type: q9: one or more of f32, f16, bf16, q8_0, q6_k"),
     "package": ({}, ["--gguf-type", "q4_k_m"], "--gguf-type: q4_k_m: llama.cpp makes it, which is not installed: pip"),
-    "format": ({}, ["--format", "onnx"], "--format: onnx: one or more of safetensors, gguf, compressed-tensors are expected"),
+    "format": (
+        {},
+        ["--format", "onnx"],
+        "--format: onnx: one or more of safetensors, gguf, compressed-tensors are expected",
+    ),
     "no format": ({}, ["--format", "safetensors", "--gguf-type", "f16"], "--gguf-type: nothing is written as GGUF"),
     "no tokenizer": ({"tokenizer": None}, [], "needs a tokenizer, which does not load"),
     "words": ({"tokenizer": "WordLevel"}, [], "a tokenizer of the kind WordLevel, which is not exported as GGUF"),
