@@ -124,6 +124,11 @@ class Case:
     is_teacher: bool = False  # whether `model` is the teacher
     images: str | None = None  # the family of the whole model, once rows with images have been read
 
+    @property
+    def shards(self) -> int:
+        """Ranks that hold a replica of the model, or of a stage's layers, between them under FSDP2."""
+        return self.ranks // (self.layout.pipeline_parallel_size * (self.layout.replicate_size or 1))
+
     def __getitem__(self, key: str) -> Any:
         """The value of a recipe's key, or the attribute of this name."""
         found = recipe_keys().get(key)

@@ -156,7 +156,12 @@ class Sharding:
     def ranks_per_batch(self) -> int:
         """Ranks that train on the same rows: they divide their tokens, the layers' matrices or the layers between
         them."""
-        return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.ranks_per_row * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that have the same layers and train on the same rows."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
     @property
     def pipeline_chunks(self) -> int:
@@ -211,7 +216,7 @@ class Sharding:
     def smallest_world(self) -> int:
         """The number of ranks that the layout's replicas and groups need at least; it works on multiples of it."""
         replicas = (self.mesh_sizes or {}).get("dp_replicate_size", 1)
-        return replicas * lcm(self.ranks_per_batch, self.expert_parallel_size)
+        return replicas * self.pipeline_parallel_size * lcm(self.ranks_per_row, self.expert_parallel_size)
 
 
 def split_layers(costs: Sequence[float], parts: int) -> list[range]:

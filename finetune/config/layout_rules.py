@@ -176,13 +176,13 @@ def _checkpointed_only(key: str, what: str, *, is_note: bool = False) -> Rule:
 
 
 def _advise_ep_size(case: Case) -> str:
-    shards = case.ranks // (case.layout.replicate_size or 1)
+    shards = case.shards
     return set_to_divisor("expert_parallel_size", shards, " (it must divide the experts of a layer too)")
 
 
 def _describe_ep_ranks(case: Case) -> str:
     size, replicas = case.layout.expert_parallel_size, case.layout.replicate_size or 1
-    shards = case.ranks // replicas
+    shards = case.shards
     run = "the run" if replicas == 1 else f"each of the {replicas} replicas of {case.layout.source}"
     return (
         f"expert_parallel_size: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} is not a "
@@ -313,13 +313,12 @@ RULES: tuple[Rule, ...] = (
     ),
     _layout_rule(
         "ranks of expert parallelism", "expert_parallel_size",
-        when=lambda c: has_ep(c) and c.layout.layout == "fsdp2" and c.ranks // (c.layout.replicate_size
-        or 1) % c.layout.expert_parallel_size,
+        when=lambda c: has_ep(c) and c.layout.layout == "fsdp2" and c.shards % c.layout.expert_parallel_size,
         message=_describe_ep_ranks, advice=_advise_ep_size, fix={"expert_parallel_size": 1},
     ),
     _layout_rule(
         "expert parallelism within groups", "expert_parallel_size", "tp_size", "cp_size", "sp_size",
-        when=lambda c: has_ep(c) and c.layout.ranks_per_batch > 1,
+        when=lambda c: has_ep(c) and c.layout.ranks_per_row > 1,
         message="expert_parallel_size cannot be combined with cp_size, sp_size or tp_size ({layout.source})",
         advice="set expert_parallel_size: 1, or the Accelerate file's cp_size, sp_size and tp_size to 1",
         fix={"expert_parallel_size": 1},
@@ -363,8 +362,6 @@ RULES: tuple[Rule, ...] = (
              "a teacher's layers are not in the pipeline", "set pipeline_parallel_size: 1", NO_PIPELINE),
             ("streaming", lambda c: c["streaming"] and c.recipe.method_facts.needs_reference, "streaming: true",
              "the reference of all rows is computed first", "remove streaming", {"streaming": False}),
-            ("expert_parallel_size", has_ep, "expert_parallel_size", "", "set one of them to 1",
-             {"expert_parallel_size": 1}),
             ("optim_offload", is_set("optim_offload", "nvme"), "optim_offload: nvme", "", "remove optim_offload",
              {"optim_offload": "none"}),
             ("optim_in_backward", is_set("optim_in_backward", True), "optim_in_backward: true",

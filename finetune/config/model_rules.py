@@ -120,7 +120,7 @@ def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, 
 def _has_unsharded_experts(case: Case) -> bool:
     """Whether neither the experts of a group nor the rows of their matrices divide over the ranks that share them."""
     model, size = case.model, case.layout.expert_parallel_size
-    shards = case.ranks // (case.layout.replicate_size or 1) // size
+    shards = case.shards // size
     rows, mixture = {model.hidden, 2 * model.expert_width}, model.family.mixture
     if mixture is not None and mixture.has_biases:  # [experts, in, out]
         rows.add(model.expert_width)
@@ -368,7 +368,7 @@ RULES: tuple[Rule, ...] = (
         message="expert_parallel_size: {layout.expert_parallel_size}: a layer of {name} has {model.experts} "
         "experts, and {model.experts} / {layout.expert_parallel_size} is not a whole number",
         advice=lambda c: set_to_divisor("expert_parallel_size", math.gcd(c.model.experts,
-        c.ranks // (c.layout.replicate_size or 1))),
+        c.shards)),
         fix={"expert_parallel_size": 1},
     ),
     model_layout_rule(

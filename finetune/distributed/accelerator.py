@@ -52,9 +52,13 @@ def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> Device
     """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in EXPERT divide the
     experts of a layer between them; FSDP shards each of them over EXPERT_SHARD, the ranks of a replica that have the
     same experts."""
-    replicas, size = sharding.replicate_size or 1, sharding.expert_parallel_size
-    shape = (replicas, ranks // (replicas * size), size)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, EXPERT_SHARD, EXPERT))
+    stages, replicas, size = (
+        sharding.pipeline_parallel_size,
+        sharding.replicate_size or 1,
+        sharding.expert_parallel_size,
+    )
+    shape = (stages, replicas, ranks // (stages * replicas * size), size)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT))
     # A norm is then one sum over all ranks of a replica, the same on each, and not one for each dimension.
     mesh[EXPERT_SHARD, EXPERT]._flatten()
     return mesh

@@ -138,8 +138,7 @@ class World:
     @property
     def data_parallel(self) -> DataParallelRank:
         """This rank among those with rows of their own; the ranks of a sequence or tensor group count as one."""
-        sequence = self.sharding.sequence_parallel_size
-        shared = sequence * self.sharding.tensor_parallel_size
+        sequence, shared = self.sharding.sequence_parallel_size, self.sharding.ranks_per_row
         rank, size = self.stage_rank // shared, self.stage_size // shared
         part = self.tensor_group_index % sequence
         return DataParallelRank(rank, size, self.local_rank, self.device, part, sequence)
@@ -147,8 +146,7 @@ class World:
     @property
     def is_first_of_batch(self) -> bool:
         """Whether no rank before this one trains on the same rows: what all of them know is counted once."""
-        shared = self.sharding.sequence_parallel_size * self.sharding.tensor_parallel_size
-        return self.rank < self.stage_size and self.rank % shared == 0
+        return self.rank < self.stage_size and self.rank % self.sharding.ranks_per_row == 0
 
     @property
     def tensor_group_index(self) -> int:

@@ -341,7 +341,7 @@ def auxiliary_loss_of_step(
         of_step = world.sum(used.count_selected(model, map(inputs_of, batch.micro_batches), world.device))
 
     def add(loss: torch.Tensor) -> torch.Tensor:
-        selected = world.sum(used.selected(world.device)) if of_step is None else of_step
+        selected = world.sum(used.selected()) if of_step is None else of_step
         return loss + world.stage_size * used.coefficient * used.auxiliary_loss(selected, batch.tokens)
 
     return add

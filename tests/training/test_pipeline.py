@@ -15,6 +15,7 @@ from tests.conftest import make_chat, make_model
 from tests.ranks import start_ranks
 from tests.training import reference
 from tests.training.layouts import assert_bit_equal, assert_losses, steps_of, train_all, write_config, write_recipe
+from tests.training.test_expert_adapters import EXPERTS
 from tests.training.test_experts import COEFFICIENT, SMALL
 from tests.training.test_experts import FAMILIES as MIXTURES
 from tests.training.test_preference_layouts import make_pairs
@@ -33,6 +34,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", LORA | PACKED | SHORT),
     "asked": ("tied", PACKED | SHORT | ASKED),
     "mixture": ("mixtral", SHORT | {"router_aux_loss_coef": COEFFICIENT}),
+    "four-experts": ("mixtral-4", SHORT | LORA | {"lora_target_parameters": EXPERTS}),
     "dpo": ("llama", LORA | SHORT | {"method": "dpo", "global_batch_size": 2}),
     "orpo": ("tied", SHORT | {"method": "orpo", "global_batch_size": 2}),
     "neftune": ("gemma", SHORT | {"neftune_noise_alpha": 5}),
@@ -54,6 +56,8 @@ ON_FOUR: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "matrices": ("packed", "matrices", (PP, "export_at_end=False")),
     "matrices-lora": ("lora", "matrices", (PP,)),
     "tokens": ("lora", "tokens", (PP,)),
+    "experts": ("four-experts", "full_shard", (PP, "expert_parallel_size=2")),
+    "experts-interleaved": ("four-experts", "full_shard", (PP, INTERLEAVED, "expert_parallel_size=2")),
     "replicas": ("full", "replicas", (PP, INTERLEAVED, "max_steps=3")),
     "four": ("packed", "full_shard", ("pipeline_parallel_size=4", "export_at_end=False")),
 }
@@ -71,6 +75,8 @@ def recipes(folder: Path) -> dict[str, Path]:
             folder / "mixtral", model_type="mixtral", **SMALL | MIXTURES["mixtral"] | {"num_hidden_layers": 4}
         ),
     }
+    mixture = SMALL | MIXTURES["mixtral"] | {"num_local_experts": 4, "num_hidden_layers": 4}
+    models["mixtral-4"] = make_model(folder / "mixtral-4", model_type="mixtral", **mixture)
     common = {"global_batch_size": 4, "max_steps": STEPS, "save_steps": SAVED_AT, "save_total_limit": None}
     return {
         mode: write_recipe(folder / f"{mode}.yaml", models[model], pairs if "method" in keys else data, **common | keys)

@@ -166,7 +166,7 @@ class Routing:
         self._auxiliary: Tensor | None = None  # this rank's part of the auxiliary losses since then
         self._steps = 0
         self._is_open = False  # between the beginning and the end of a training forward: recomputed layers do not count
-        self._is_counted = True
+        self._is_counted, self._device = True, torch.device("cpu")
         self._mask: Tensor | None = None
         self._logits: dict[int, Tensor] = {}  # of the last forward, by layer
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -185,20 +185,22 @@ class Routing:
         if self._is_open:
             setattr(router, SEEN, output)
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, _model: nn.Module, _args: Any, result: Tensor) -> None:
         if not self._is_open:
             return
-        self._is_open = False
+        self._is_open, self._device = False, result.device
+        if self._is_counted and self._counts is None:
+            self._counts = torch.zeros(self.layers, self.experts, device=self._device)
         for layer, (router, index) in enumerate(self._routers):
-            output = vars(router).pop(SEEN)
+            output = vars(router).pop(SEEN, None)
+            if output is None:  # a layer of another stage
+                continue
             logits = (output if isinstance(output, tuple) else (output,))[index].flatten(0, -2)
             if self.coefficient:
                 self._logits[layer] = logits
             if self._is_counted:
-                chosen = _chosen(output, logits, self._chosen_per_token)
-                if self._counts is None:
-                    self._counts = torch.zeros(self.layers, self.experts, device=logits.device)
-                self._counts[layer] += self._count(chosen)
+                assert self._counts is not None
+                self._counts[layer] += self._count(_chosen(output, logits, self._chosen_per_token))
 
     def _count(self, chosen: Tensor) -> Tensor:
         """Tokens for each expert, of `chosen` [tokens, experts of a token]: float32[experts]."""
@@ -208,11 +210,11 @@ class Routing:
         counts = torch.zeros(self.experts + 1, device=chosen.device)  # the last: none of them (Zaya)
         return counts.scatter_add_(0, chosen.flatten(), ones.flatten())[:-1]
 
-    def selected(self, device: torch.device) -> Tensor:
+    def selected(self) -> Tensor:
         """Tokens for each expert in the last forward, over all layers, by their probabilities alone:
         float32[experts]."""
         chosen = (logits.detach().softmax(-1).topk(self._chosen_per_token).indices for logits in self._logits.values())
-        none = torch.zeros(self.experts, device=device)  # where a rank of a pipeline has dense layers alone
+        none = torch.zeros(self.experts, device=self._device)  # where a rank of a pipeline has dense layers alone
         return sum((self._count(each) for each in chosen), none)
 
     def count_selected(self, model: nn.Module, inputs: Iterable[dict[str, Any]], device: torch.device) -> Tensor:
@@ -224,7 +226,7 @@ class Routing:
             with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 for each in inputs:
                     model(**each | {"trained_positions": nothing})
-                    total += self.selected(device)
+                    total += self.selected()
         finally:
             self._is_counted = True
         return total
