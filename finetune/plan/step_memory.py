@@ -6,7 +6,7 @@ The points of a step follow torch's order of events; the backward's are in `temp
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from finetune.constants import FP32
+from finetune.constants import FP32, PROMPTS_AT_ONCE
 from finetune.plan.activations import (
     evaluation_bytes,
     kept_bytes,
@@ -229,26 +229,34 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     )
 
 
-SAMPLED_BYTES = 32  # of a logit that is sampled from: fp32 logits and probabilities, their sum in fp64
+SAMPLED_BYTES = 28  # of a logit that is sampled from: it, log-probability and probability in fp32, two sums in fp64
 
 
 def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
-    """While completions are sampled: all parameters gathered, and a full key-value cache; None where none are."""
+    """While completions are sampled, with all parameters gathered; None where none are.
+
+    Of its moments the largest: a token is drawn, or computed, a row leaves the full cache, prompts are read.
+    """
     if not spec.recipe.method_facts.samples:
         return None
-    a, run, keys = spec.computed, spec.computation, spec.recipe.rollout
+    a, run, keys, length = spec.computed, spec.computation, spec.recipe.rollout, spec.recipe.data.max_length
     rows = min(keys.per_device_generation_batch_size, -(-spec.rows_per_step // spec.data_ranks))
-    prompts = -(-rows // keys.num_generations) * (spec.recipe.data.max_length - keys.max_completion_length)
-    gathered = sum(t.numel // t.divided * min(t.itemsize, run.itemsize) for t in spec.part_tensors)
-    forward = _forward(spec, at_rest, "completions sampled", prompts)
-    # A layer's keys and values beside their copy with one token more.
-    cache = kv_cache_bytes(spec, rows * spec.recipe.data.max_length) * (a.layers + 1) // a.layers
-    return replace(
-        forward,
-        gathered=gathered if spec.sharding.is_fsdp else forward.gathered,
-        activations=cache + max(forward.activations, rows * evaluation_bytes(a, run)),
-        loss=rows * a.vocabulary * SAMPLED_BYTES,
+    prompts, tokens = -(-rows // keys.num_generations), length - keys.max_completion_length
+    some = min(prompts, PROMPTS_AT_ONCE)
+    forward = _forward(spec, at_rest, "completions sampled", some * tokens)
+    masks = some * tokens**2 * (1 + run.itemsize)  # which tokens see each other, and as numbers that are added
+    scores = 3 * FP32 * rows * a.heads * length
+    cache, logits = kv_cache_bytes(spec, rows * length), rows * a.vocabulary * FP32
+    moments = (
+        (cache, rows * a.vocabulary * SAMPLED_BYTES),
+        (cache + rows * evaluation_bytes(a, run) + scores, logits),
+        (cache + cache // a.layers, logits),  # a layer without the row that has ended, beside the old one
+        (kv_cache_bytes(spec, prompts * tokens) + forward.activations + masks, some * a.vocabulary * FP32),
     )
+    activations, loss = max(moments, key=sum)
+    gathered = sum(t.numel // t.divided * min(t.itemsize, run.itemsize) for t in spec.part_tensors)
+    gathered = gathered if spec.sharding.is_fsdp else forward.gathered
+    return replace(forward, gathered=gathered, activations=activations, loss=loss)
 
 
 def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from finetune.constants import PROMPTS_AT_ONCE
 from finetune.distributed.parallelize import keep_gathered, unwrap
 from finetune.distributed.world import World
 from finetune.pretrained_config import text_config_of
@@ -43,6 +44,21 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
             new[:, :, :length] = reserved[beam_idx, :, :length]
         self._reserved = kept
         self.keys, self.values = (reserved[:, :, :length] for reserved in kept)
+
+    def fill(self, parts: Sequence["ReservedLayer"], rows: Tensor, length: int) -> None:
+        """Takes `rows` of `parts`, whose rows are counted through; all end at `length` tokens."""
+        first = parts[0]
+        self.lazy_initialization(first.keys, first.values)
+        self._reserved = [self._reserve(like, len(rows)) for like in (first.keys, first.values)]
+        before = 0
+        for part in parts:
+            count, tokens = part.keys.shape[0], part.keys.shape[2]
+            of_part = ((rows >= before) & (rows < before + count)).nonzero().squeeze(1)
+            for reserved, states in zip(self._reserved, (part.keys, part.values), strict=True):
+                reserved[of_part, :, : length - tokens] = 0  # masked, but not if it were nan
+                reserved[of_part, :, length - tokens : length] = states[rows[of_part] - before]
+            before += count
+        self.keys, self.values = (reserved[:, :, :length] for reserved in self._reserved)
 
     def _reserve(self, like: Tensor, rows: int) -> Tensor:
         return like.new_empty(rows, like.shape[1], self._tokens, like.shape[3])
@@ -114,17 +130,33 @@ class EmbeddedEngine:
     def _read_prompts(
         self, transformer: Any, cache: DynamicCache, requests: Sequence[Request]
     ) -> tuple[Tensor, Tensor]:
-        """Fills the cache. Returns the mask int64[requests, tokens] and the logits after each prompt."""
-        device = self._world.device
-        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-        logits = _forward(transformer, ids, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)
+        """Fills the cache. Returns the mask int64[requests, tokens] and the logits after each prompt.
+
+        Prompts of similar length are read together, so that little is padding, where the cache can be joined.
+        """
+        device, config = self._world.device, text_config_of(transformer.config)
+        prompts = sorted(dict.fromkeys(request.prompt_ids for request in requests), key=len)
+        longest, is_plain = len(prompts[-1]), all(isinstance(layer, ReservedLayer) for layer in cache.layers)
         number = {prompt: index for index, prompt in enumerate(prompts)}
         of_request = torch.tensor([number[request.prompt_ids] for request in requests], device=device)
-        cache.reorder_cache(of_request)
-        return mask[of_request], logits[of_request]
+        size = PROMPTS_AT_ONCE if is_plain else len(prompts)
+        parts, logits = [], []
+        for start in range(0, len(prompts), size):
+            some = prompts[start : start + size]
+            ids, mask = (_pad_left(rows, device) for rows in (some, [[1] * len(prompt) for prompt in some]))
+            parts.append(make_cache(config, ids.shape[1]) if is_plain else cache)
+            logits.append(_forward(transformer, ids, mask, (mask.cumsum(1) - 1).clamp(min=0), parts[-1]))
+        if is_plain:
+            for layer in cache.layers:
+                layer.fill([part.layers.pop(0) for part in parts], of_request, longest)
+        else:
+            cache.reorder_cache(of_request)
+        return _pad_left([[1] * len(prompt) for prompt in prompts], device)[of_request], torch.cat(logits)[of_request]
+
+
+def _pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
 
 
 def _forward(transformer: Any, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:

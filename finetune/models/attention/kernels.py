@@ -302,12 +302,25 @@ def _attend_unfused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, 
     return F.dropout(weights, options.dropout) @ value
 
 
+def _attend_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """A token's attention to a cache on a CPU: torch's SDPA there has blocks of queries, and copies grouped heads."""
+    rows, heads, _, size = query.shape
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
+    scores = (grouped * (size**-0.5 if scale is None else scale)) @ key.transpose(2, 3)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).view(rows, 1, heads, value.shape[3])
+
+
 def attend_with_mask(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
     """Attention under a mask or a cache: transformers' SDPA, or written out where SDPA cannot."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if options.is_fusible and query.shape[2] == 1 and query.device.type == "cpu" and not query.requires_grad:
+        return _attend_one_token(query, key, value, mask, options.scale)
     if options.is_fusible:
         out: Tensor = sdpa_attention_forward(
             module, query, key, value, mask, dropout=options.dropout, scaling=options.scale

@@ -1,0 +1,57 @@
+"""The plan of sampling: its cache and its forwards beside what the engine allocates."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
+from finetune.plan.architecture import read_architecture
+from finetune.plan.run_spec import RunSpec
+from finetune.plan.step_memory import plan_phases
+from finetune.rollout.embedded import EmbeddedEngine
+from finetune.rollout.engine import Request, Sampling
+from tests.plan.traced import allocated_peak
+
+WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
+# (vocabulary, prompts, generations, prompt tokens, completion tokens): a large cache; many prompts; long ones; large logits.
+CASES = [
+    (512, 2, 16, 64, 64),
+    (512, 32, 2, 64, 64),
+    (512, 40, 2, 192, 32),
+    (24_000, 4, 8, 48, 48),
+    (2048, 4, 4, 16, 72),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sampling_takes_what_it_allocates(case: tuple[int, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    vocabulary, prompts, generations, tokens, most = case
+    config: dict[str, Any] = {"model_type": "llama", **WIDE, "num_key_value_heads": 4, "vocab_size": vocabulary}
+    keys = ["method=grpo", "rewards=[length]", f"num_generations={generations}", f"max_completion_length={most}"]
+    keys += [f"max_length={tokens + most}", f"global_batch_size={prompts}", "per_device_generation_batch_size=64"]
+    recipe = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", *keys])
+    sharding = Sharding(layout="single", mixed_precision="no")
+    spec = RunSpec(
+        architecture=read_architecture(config, "config.json"), recipe=recipe, sharding=sharding, ranks=1, device="cpu"
+    )
+    peak = next(phase.peak for phase in plan_phases(spec) if phase.name == "rollout")
+    planned = peak.activations + peak.loss + peak.temporaries
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
+
+    class Alone:
+        device = torch.device("cpu")
+
+    engine = EmbeddedEngine(model, Alone(), [7], 64)  # type: ignore[arg-type]  # now and then a row ends
+    requests = [Request(tuple(range(i, i + tokens)), (i, j)) for i in range(prompts) for j in range(generations)]
+    taken = allocated_peak(lambda: engine.sample(requests, Sampling(max_tokens=most)))
+    with capsys.disabled():
+        print(
+            f"\nsampling {case}: planned {planned / 2**20:.1f} MiB, taken {taken / 2**20:.1f}, {planned / taken - 1:+.1%}"
+        )
+    assert planned == pytest.approx(taken, rel=0.1)
