@@ -286,11 +286,6 @@ class DatasetSource:
         "inside the user's turn; chat_template: alpaca writes that wording without turns.",
     ] = False
 
-    @property
-    def place(self) -> str:
-        """Its path or function, for a sentence."""
-        return self.function or self.path
-
     chat_template_kwargs: Annotated[
         dict[str, Any] | None,
         "What the chat template reads beside the messages, as enable_thinking: false. A row's own "

@@ -193,7 +193,7 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
 
         tokenizer = load_tokenizer(recipe.model, recipe.data)
         stats, rows = SourceStats(), data.sample
-        batch = RowBatch(data.source.place, tuple(range(1, len(rows) + 1)), rows)
+        batch = RowBatch(data.source.origin, tuple(range(1, len(rows) + 1)), rows)
         keys, kind = replace(recipe.data, on_bad_row="skip"), recipe.method_facts.rows
         for _ in tokenize_rows([(recipe.data.datasets[0], batch)], keys, tokenizer, stats, kind):
             pass

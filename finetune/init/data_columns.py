@@ -78,7 +78,7 @@ def summarize_data(
         if taken >= ROWS_READ:
             break
     if not rows:
-        raise UserError(bad[0] if bad else f"{source.place}: has no rows")
+        raise UserError(bad[0] if bad else f"{source.origin}: has no rows")
     rows = rows[:ROWS_READ]
     kind = kind or find_kind(rows[0], source)
     if kind == "answers":
@@ -123,7 +123,7 @@ def choose_columns(
             found = parse_row(row, source)
         except BadRow as error:
             if not str(error).startswith("unknown format"):
-                raise UserError(f"{source.place}: {name_flags(str(error))}") from None
+                raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
             source = _guess_columns(row, source) or _ask_columns(row, source, ask)
         else:
             if pair := find_common_pair(row, source):  # a recipe says what was recognized
@@ -144,7 +144,7 @@ def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSour
     number = next((numbers[name] for name in ANSWER_COLUMNS[:6] if name in numbers), None)
     if prompt is not None and completion is None and number is not None:
         raise UserError(
-            f"{source.place}: {number}: text is expected, found {describe_value(row[number])}; write it as "
+            f"{source.origin}: {number}: text is expected, found {describe_value(row[number])}; write it as "
             "text, in quotes"
         )
     if prompt is not None and completion is not None:
@@ -159,10 +159,10 @@ def _ask_columns(row: Mapping[str, Any], source: DatasetSource, ask: Ask | None)
     columns = list_columns(row) or "none"
     if ask is None:
         raise UserError(
-            f"{source.place}: its columns are {columns}; say which to read with --prompt-column and "
+            f"{source.origin}: its columns are {columns}; say which to read with --prompt-column and "
             "--completion-column, --messages-column or --text-column"
         )
-    print(f"{source.place}: its columns are {columns}")
+    print(f"{source.origin}: its columns are {columns}")
     prompt = _ask_column("Which one holds the prompt or question? (none: plain text)", row, ask)
     if not prompt:
         return replace(source, text_column=_ask_column("Which one holds the text?", row, ask) or None)
@@ -184,7 +184,7 @@ def _read(row: Mapping[str, Any], source: DatasetSource, kind: RowKind) -> Parse
     try:
         return READERS[kind](row, source)
     except BadRow as error:
-        raise UserError(f"{source.place}: {name_flags(str(error))}") from None
+        raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
 
 
 def name_flags(text: str) -> str:
@@ -239,7 +239,7 @@ def _describe_message(message: Mapping[str, Any]) -> str:
 
 def list_unread_files(source: DatasetSource) -> list[str]:
     """The data files in the folder that `source` names which are none of its split's, by their paths in the folder."""
-    folder = Path(source.place)
+    folder = Path(source.origin)
     if not folder.is_dir():
         return []
     read = {Path(file).resolve() for file in list_files(source)}

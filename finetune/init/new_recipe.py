@@ -182,7 +182,7 @@ def inspect_command(file: str) -> str:
 def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterator[str]:
     what = "All parameters of" if fit.trained == "full" else "Adapters (LoRA) for"
     yield (
-        f"# {what} {fit.keys['model_name_or_path']} on {data.source.place}, for {hardware.words}; written by "
+        f"# {what} {fit.keys['model_name_or_path']} on {data.source.origin}, for {hardware.words}; written by "
         "finetune init."
     )
     yield f"#   {inspect_command(file)}    # the rows as the model will see them"
@@ -217,7 +217,7 @@ def _datasets(data: DataSummary) -> Iterator[str]:
     rows = counted(data.rows, "row") if data.is_counted else f"more than {counted(data.rows, 'row')}"
     yield "datasets:"
     named = "function" if source.function else "path"
-    yield _line(f"  - {named}", source.place, f"{rows} with the columns {list_columns(data.columns)}")
+    yield _line(f"  - {named}", source.origin, f"{rows} with the columns {list_columns(data.columns)}")
     default = DatasetSource(path="")
     for key in source.__slots__[2:]:  # all but path and function
         if (value := getattr(source, key)) != getattr(default, key):
