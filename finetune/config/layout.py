@@ -175,6 +175,15 @@ class Sharding:
         return {key: getattr(self, name) for key, (name, _) in DIVISIONS.items()}
 
     @property
+    def tensor_ranks(self) -> int:
+        """Ranks that share the matrices of a layer."""
+        return self.tensor_parallel_size
+
+    def describe_tensor_ranks(self) -> str:
+        """The key that shards matrices, with its value."""
+        return f"tp_size {self.tensor_parallel_size}"
+
+    @property
     def divides_matrices(self) -> bool:
         return self.tensor_parallel_size > 1
 

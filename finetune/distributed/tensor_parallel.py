@@ -81,7 +81,7 @@ def divide_matrices(model: Any, world: World) -> None:
     """
     if not world.sharding.divides_matrices:
         return
-    _check_plan(model, f"{world.sharding.source}: tp_size {world.sharding.tensor_parallel_size}")
+    _check_plan(model, f"{world.sharding.source}: {world.sharding.describe_tensor_ranks()}")
     assert world.mesh is not None
     mesh, tied = world.mesh[TENSOR], model.get_input_embeddings().weight is model.get_output_embeddings().weight
     plan = {f"{model.base_model_prefix}.{pattern}": style for pattern, style in model.config.base_model_tp_plan.items()}
@@ -113,7 +113,7 @@ def _check_plan(model: Any, where: str) -> None:
         lacks = f"has {unknown[0]}" if unknown else f"lacks {', '.join(unplanned)}" if unplanned else "is empty"
         raise UserError(
             f"{where}: the plan of transformers {transformers.__version__} for {kind} {lacks}, and is not understood; "
-            "use a version that this project is tested with, or set tp_size: 1"
+            "use a version that this project is tested with, or no tensor parallelism"
         )
     if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
         raise UserError(f"{where}: tensor parallelism needs a newer torch than {torch.__version__}; 2.13 is tested")

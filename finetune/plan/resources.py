@@ -178,8 +178,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     computing = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) * spec.imbalance / (1 - spec.bubble)
     seconds_per_step = computing + offload + files + rollout
     tokens_per_second = spec.tokens_per_step / seconds_per_step
-    optimization = spec.recipe.optimization
-    rows = spec.recipe.method_facts.rows
+    optimization, rows = spec.recipe.optimization, spec.recipe.method_facts.rows
     epoch_tokens, steps = read or (estimate_epoch_tokens(spec.recipe.data, rows), optimization.max_steps)
     if steps is None and epoch_tokens is not None:
         passes = optimization.num_train_epochs * spec.recipe.rollout.num_iterations

@@ -1,7 +1,7 @@
 """One optimizer step, whole: forward and backward over the micro-batches, clip, check, update."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -283,19 +283,8 @@ def accumulate_gradients(
         return add_auxiliary(measured.loss_sum * (world.tensor_group_count / count))
 
     if pipeline := find_pipeline(unwrap(model)):
-
-        def compute(index: int) -> torch.Tensor:
-            micro_batch = batch.micro_batches[index]
-            if pipeline.computes_loss:
-                return measure(micro_batch)
-            hidden: torch.Tensor = model(**inputs_of(micro_batch.to(world.device)))
-            if routing is not None:
-                auxiliary = add_auxiliary(torch.zeros((), device=world.device))
-                hidden = AddedLoss.apply(hidden, auxiliary)  # type: ignore[no-untyped-call]
-            return hidden
-
-        pipeline.run([(m.input_ids.shape[0], m.input_ids.shape[1]) for m in batch.micro_batches], compute)
-        pipeline.sum_copied_gradients()
+        auxiliary = None if routing is None else lambda: add_auxiliary(torch.zeros((), device=world.device))
+        _run_stages(pipeline, batch.micro_batches, measure, lambda each: model(**inputs_of(each)), auxiliary)
         total = share_measured(total, pipeline, type(objective).__name__)
     else:
         for index, micro_batch in enumerate(batch.micro_batches):
@@ -306,6 +295,28 @@ def accumulate_gradients(
     if routing is not None:
         routing.end_step()
     return total
+
+
+def _run_stages(
+    pipeline: Pipeline,
+    micro_batches: Sequence[MicroBatch],
+    measure: Callable[[MicroBatch], torch.Tensor],
+    forward: Callable[[MicroBatch], torch.Tensor],
+    auxiliary: Callable[[], torch.Tensor] | None,
+) -> None:
+    """Forward and backward of a pipeline's step: its last layers `measure`, others hand on what `forward` gives.
+
+    auxiliary: The loss of the experts in the latest forward, if there are any.
+    """
+
+    def compute(index: int) -> torch.Tensor:
+        if pipeline.computes_loss:
+            return measure(micro_batches[index])
+        hidden = forward(micro_batches[index])
+        return hidden if auxiliary is None else AddedLoss.apply(hidden, auxiliary())  # type: ignore[no-untyped-call]
+
+    pipeline.run([(each.input_ids.shape[0], each.input_ids.shape[1]) for each in micro_batches], compute)
+    pipeline.sum_copied_gradients()
 
 
 def share_measured(own: Measured, pipeline: Pipeline, key: str) -> Measured:
