@@ -1,6 +1,7 @@
 """The folder that an export makes: what is asked of it, how it appears whole or not at all, and the hub. No torch."""
 
 import importlib.util
+import json
 import os
 import shlex
 import shutil
@@ -247,20 +248,40 @@ def check_push() -> None:
 
 
 def push_folder(folder: Path, repository: str, log: Callable[[str], object] = print) -> bool:
-    """Uploads `folder` to the model repository `repository`, which is private if new. Returns whether that succeeded.
+    """Uploads `folder` to the model repository `repository`, which is private if new, in one commit. Returns whether
+    that succeeded.
 
-    A failure is logged with the command that tries again, not raised: the export is complete.
+    What the hub has already of an earlier attempt is not sent again. A failure is logged with the command that tries
+    again, not raised: the export is complete.
     """
-    from huggingface_hub import HfApi  # takes most of a second
+    from huggingface_hub import CommitOperationAdd, HfApi  # takes most of a second
 
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    contents = {str(path.relative_to(folder)): _without_local_base(path, log) for path in files}
     try:
+        added = [CommitOperationAdd(name, content) for name, content in contents.items()]
         api = HfApi()
         api.create_repo(repository, repo_type="model", private=True, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, repo_type="model", commit_message="Upload model")
+        api.create_commit(repository, added, commit_message="Upload model", repo_type="model")
     except Exception as error:  # the hub, the network, a token: none of it is the export's fault
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        command = f"hf upload {repository} {shlex.quote(str(folder))}"
+        is_as_here = all(isinstance(content, Path) for content in contents.values())
+        command = f"hf upload {repository} {shlex.quote(str(folder))} --private"
+        command = command if is_as_here else "the same command with --overwrite"
         log(f"{repository}: not pushed ({reason}); the export is in {folder}; try again: {command}")
         return False
-    log(f"pushed to https://huggingface.co/{repository}")
+    log(f"pushed to {api.endpoint}/{repository}")
     return True
+
+
+def _without_local_base(path: Path, log: Callable[[str], object]) -> Path | bytes:
+    """What is uploaded of a file: an adapter's config names a base on this machine by the folder's name alone."""
+    if path.name != ADAPTER_CONFIG:
+        return path
+    config = read_json_object(path)
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not Path(base).is_absolute():
+        return path
+    name = Path(base).name
+    log(f"{ADAPTER_CONFIG}: the base is uploaded as {name}, without its folder here; name one of the hub there")
+    return f"{json.dumps(config | {'base_model_name_or_path': name}, indent=2)}\n".encode()
