@@ -33,7 +33,17 @@ KEYS: dict[str, list[str]] = {
 ONE_RANK = [("single", name) for name in KEYS]
 TWO_RANKS = [("full_shard", "int4"), ("full_shard", "int8-int4"), ("full_shard", "lora int8-int4")]
 MORE_ON_TWO = [("FULL_SHARD", "int4"), ("ddp", "int4"), ("ddp", "lora int4"), ("offload", "int8-int4")]
+MORE_ON_TWO += [("pipeline", "int8-int4"), ("sequence", "int4"), ("checkpointed", "int8-int4"), ("compiled", "int4")]
 MORE_ON_TWO += [("full_shard", name) for name in ("int8 of rows", "int8-int8 later", "lora int4")]
+
+
+# What other rows differ in from FSDP2: of the Accelerate file, and of the recipe.
+VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "pipeline": ({}, ["pipeline_parallel_size=2", "per_device_train_batch_size=2"]),
+    "sequence": ({"sizes": {"sp_size": 2}}, []),
+    "checkpointed": ({"checkpointing": True}, ["activation_checkpointing_keeps=attention_and_projections"]),
+    "compiled": ({}, ["torch_compile=true"]),
+}
 
 
 def read_keys(name: str) -> QuantizationAware:
@@ -132,6 +142,13 @@ def load_step(model: nn.Module, run: Path, step: int) -> None:
                 parameter.copy_(read(stored[peft_name(name)]))
 
 
+def config_of(layout: str, folder: Path) -> Path:
+    (folder / layout).mkdir(exist_ok=True)
+    if layout in VARIANTS:
+        return write_config(folder / layout, "full_shard", **VARIANTS[layout][0])
+    return write_config(folder / layout, layout)
+
+
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipe: Path, slow_too: bool) -> Any:
     """(layout, name, ranks) -> the run's folder."""
@@ -142,8 +159,13 @@ def runs(folder: Path, recipe: Path, slow_too: bool) -> Any:
         train_all(
             folder,
             [
-                (recipe, write_config(folder, layout), [f"output_dir={folder}/{layout}-{name}-{ranks}", *KEYS[name]])
+                (
+                    recipe,
+                    config_of(layout, folder),
+                    [f"output_dir={folder}/{layout}-{name}-{ranks}", *KEYS[name], *more],
+                )
                 for layout, name in wanted
+                for _, more in [VARIANTS.get(layout, ({}, []))]
             ],
             ranks=ranks,
         )
