@@ -1,5 +1,4 @@
-"""Saving a checkpoint: every rank writes its shards into a staging folder, rank 0 publishes it. Blocking, or in a
-thread."""
+"""Saving a checkpoint: every rank writes its shards, rank 0 publishes the folder; blocking, or in a thread."""
 
 import json
 import shutil
@@ -275,8 +274,7 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
 
 
 def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes the ids of the recipe's `special_tokens` and `eot_tokens` into a generation_config.json; without them,
-    nothing."""
+    """Writes the ids of `special_tokens` and `eot_tokens` into a generation_config.json; without them, nothing."""
     special, ends = model.special_tokens or {}, list(model.eot_tokens)
     if not (special or ends):
         return

@@ -1,5 +1,4 @@
-"""The state of model and optimizer as shards: the part of each tensor that this rank holds, under the name of the
-whole.
+"""The state of model and optimizer as shards: this rank's part of each tensor, under the name of the whole.
 
 The shards of all ranks cover every tensor exactly once, whatever the layout, so that a checkpoint written by any number
 of ranks in any layout is read by any other. The files are those of `torch.distributed.checkpoint`'s
@@ -132,8 +131,7 @@ class TensorShard:
 
 
 def get_model_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """The whole model by transformers' names, each tensor where it lives, which may be a file of `optimizer`; a tied
-    one under one name only.
+    """The whole model by transformers' names, each tensor where it lives; a tied one under one name only.
 
     Where adapters are trained, only what is trained: they, and `modules_to_save`. The rest is the base model's.
     """
@@ -150,8 +148,7 @@ def get_model_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state, flat: `state.<parameter>.exp_avg` and so on; and `param_groups.…`, which are no
-    tensors."""
+    """The optimizer's state, flat: `state.<parameter>.exp_avg` and so on, and `param_groups.…`."""
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.moments()
     with optimizer_state_without_pickles():
@@ -237,8 +234,7 @@ def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
 
 
 def read_shards(state: Mapping[str, Any], part: str, checkpoint: Path, world: World) -> None:
-    """Fills this rank's shards of `state` from the checkpoint's `part`, whose tensors must be the same by name and
-    shape. All ranks call it.
+    """Fills this rank's shards of `state` from the checkpoint's `part`, by name and shape. All ranks call it.
 
     Raises `UserError`, before anything is read, where they are not.
     """

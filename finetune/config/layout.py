@@ -154,8 +154,7 @@ class Sharding:
 
     @property
     def ranks_per_batch(self) -> int:
-        """Ranks that train on the same rows: they divide their tokens, the layers' matrices or the layers between
-        them."""
+        """Ranks that train on the same rows: they share their tokens, the layers' matrices, or the layers."""
         return self.ranks_per_row * self.pipeline_parallel_size
 
     @property

@@ -84,14 +84,12 @@ def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: tuple[str
 
 
 def is_saved_whole(names: Iterable[str], lora: Lora) -> bool:
-    """Whether a parameter of the base, by any of its `names`, is trained whole beside the adapters
-    (modules_to_save)."""
+    """Whether a parameter of the base, by any of its `names`, is trained whole beside adapters (modules_to_save)."""
     return lora.use_peft and any(is_within(name, lora.modules_to_save) for name in names)
 
 
 def is_parameter_named(name: str, targets: Iterable[str]) -> bool:
-    """Whether one of `targets` is the end of a parameter's name, in whole parts of it: peft's rule for
-    target_parameters.
+    """Whether one of `targets` is the end of a parameter's name, in whole parts: peft's rule for target_parameters.
 
     >>> is_parameter_named("layers.0.mlp.experts.down_proj", ["experts.down_proj"]), is_parameter_named("mlp.x_proj", ["proj"])
     (True, False)
@@ -100,8 +98,7 @@ def is_parameter_named(name: str, targets: Iterable[str]) -> bool:
 
 
 def refuse_unknown_layers(lora: Lora, layers: Sequence[str], model: str, *, has_experts: bool) -> None:
-    """Raises `UserError` where `lora_target_modules` names none of the linear `layers` of the model, which messages
-    call `model`."""
+    """Raises `UserError` if `lora_target_modules` names no linear layer in `layers`. `model`: its name in messages."""
     targets = () if lora.lora_target_modules == "all-linear" else lora.lora_target_modules
     wrong = [target for target in targets if not any(is_parameter_named(layer, [target]) for layer in layers)]
     if wrong:
@@ -150,8 +147,7 @@ def refuse_unadapted(lora: Lora, adapted: Iterable[str]) -> None:
 
 
 def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
-    """Raises `UserError` where `lora_target_modules` names the output head, the module `head`, whose weight has
-    `names`.
+    """Raises `UserError` if `lora_target_modules` names the output head, whose module is `head`.
 
     One that is trained whole gets no adapter, and so may be named.
     """
@@ -167,8 +163,7 @@ def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
 
 
 def refuse_unreached(key: str, patterns: Iterable[str], reached: Sequence[Sequence[str]]) -> None:
-    """Raises `UserError` where one of `patterns`, each of which names parameters, names none of those that text
-    `reached`."""
+    """Raises `UserError` if one of `patterns` names parameters, but none that text has `reached`."""
     for pattern in patterns:
         if not any(is_within(name, [pattern]) for names in reached for name in names):
             raise UserError(

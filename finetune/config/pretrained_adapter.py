@@ -1,5 +1,4 @@
-"""The LoRA adapter that a recipe trains further: found, its config read, and the recipe's keys taken from it. Imports
-no torch"""
+"""The LoRA adapter that a recipe trains further: its config, and the keys taken from it. Imports no torch"""
 
 import json
 from collections.abc import Mapping
@@ -151,8 +150,7 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
-    """The modules in the adapter's file: with `kind` .lora_A. those that have adapters, with .weight those trained
-    whole."""
+    """The modules in the adapter's file: with `kind` .lora_A. those with adapters, with .weight those trained whole."""
     short = {name.removeprefix("base_model.model.") for name in read_tensor_header(folder / ADAPTER_WEIGHTS)[0]}
     chosen = {name for name in short if (".lora_" in name) == (kind != ".weight")}
     return tuple(sorted({name.rpartition(kind)[0] for name in chosen} - {""}))

@@ -23,8 +23,7 @@ NAMED = ("lora_target_modules", "lora_target_parameters")  # beside the keys tha
 def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
     """`recipe` with names of published modules replaced by those of the modules that hold them, and a line for each.
 
-    A layer of each routed expert (Mixtral's `w1`) is a part of one parameter in transformers 5, which is adapted
-    instead.
+    A layer of each routed expert (Mixtral's `w1`) is part of one parameter in transformers 5, which is adapted.
     """
     lines: list[str] = []
     keys = [key for key in recipe_keys().values() if key.is_patterns or key.name in NAMED]
@@ -67,8 +66,7 @@ def find_renames(model_type: str) -> Mapping[str, str]:
 
 @cache
 def find_expert_layers(model_type: str) -> Mapping[str, str]:
-    """Layers of each expert in the files of a family, which its modules have under no name -> the parameter that holds
-    those of all experts.
+    """Layers of each expert in a family's files, which its modules lack -> the parameter of all experts.
 
     >>> dict(find_expert_layers("mixtral"))
     {'w1': 'experts.gate_up_proj', 'w3': 'experts.gate_up_proj', 'w2': 'experts.down_proj'}

@@ -1,5 +1,4 @@
-"""A base in 4 or 8 bits: how the recipe or the files say it is quantized, and the bytes that a weight takes. Imports no
-torch."""
+"""A base in 4 or 8 bits: how the recipe or the files quantize it, and a weight's bytes. Imports no torch."""
 
 import math
 import re
@@ -95,8 +94,7 @@ def name_load_key(quantization: Quantization, *, of_teacher: bool) -> str:
 
 
 def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
-    """How a teacher is kept: as its files are quantized, by the quantization_config of its config, or as the recipe
-    says."""
+    """How a teacher is kept: as its files are quantized, by its config, or as the recipe says."""
     return read_stored_quantization(settings, str(method.teacher_model_name_or_path)) or quantize_teacher(method)
 
 
@@ -130,8 +128,7 @@ def read_published_form(settings: Any) -> str | None:
 
 
 def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
-    """How the files of a model are kept quantized, by the `quantization_config` of its config; None where they are not,
-    or are of a kind that is read as plain numbers.
+    """How a model's files are quantized, by their `quantization_config`; None if not, or read as plain numbers.
 
     Raises `UserError` for every other kind but that of bitsandbytes.
     """

@@ -242,8 +242,7 @@ def _find_processor_class(name: str) -> Any:
 
 
 def place_images(text: str, spans: Sequence[tuple[int, int]], written: Sequence[str], token: str) -> Any:
-    """(the text with each `token` replaced by what the processor has `written` for its image; the spans in it that are
-    trained on, which hold nothing of an image).
+    """(the text with what the processor has `written` for each `token`; its trained spans, without images).
 
     >>> place_images("<a><i> b", [(0, 8)], ["<i><i>"], "<i>")
     ('<a><i><i> b', ((0, 3), (9, 11)))

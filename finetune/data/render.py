@@ -81,8 +81,7 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
 
 
 def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
-    """Whether a token of the text as a whole, as inference has it in later turns, crosses a border of a trained
-    span."""
+    """Whether a token of the whole text, as inference has it later, crosses a border of a trained span."""
     for border in span:
         special = renderer.special_tokens
         begin, end = max(border - CONTEXT, 0), border + CONTEXT
@@ -127,8 +126,7 @@ def _render_whole(conversation: Conversation, asked: Mapping[int, AskedTurn], re
 
 
 def _render_asked(conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
-    """The text of a conversation that ends with the last of `turns`, in which all of these stand as inference has
-    them."""
+    """The text of a conversation that ends with the last of `turns`, all of which stand as inference has them."""
     spans = tuple(span for _, turn in sorted(turns.items()) for span in turn.spans)
     rendered = RenderedText(turns[max(turns)].text, spans, False)
     whole = {i: (turn.start, turn.end) for i, turn in turns.items()}
@@ -192,8 +190,7 @@ def _compare_with_asked(
 
 
 def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Renderer) -> str:
-    """How a turn differs from the message it comes from, read by the tokenizer's response_template; "" if it does
-    not."""
+    """How a turn differs from its message, as the tokenizer's response_template reads it; "" if it does not."""
     reply = turn.text[len(turn.prompt) : turn.end]
     try:
         read = parse_response(reply, renderer.response_template, prefix=turn.prompt, tools=list(tools))

@@ -125,8 +125,7 @@ class Pipeline:
         return names
 
     def _replace_layers(self, layers: Sequence[nn.Module], parts: Sequence[range]) -> dict[int, nn.ModuleList]:
-        """Puts a stand-in for each layer of another rank; returns the layers of each chunk, with stand-ins for all
-        others."""
+        """Puts a stand-in for each layer of another rank; returns each chunk's layers, with stand-ins for others."""
         name = next(name for name, part in self._trunk.named_children() if layers[0] in list(part.children()))
         own = {index for chunk in self._chunks for index in parts[chunk]}
         crossing = [

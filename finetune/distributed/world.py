@@ -155,8 +155,7 @@ class World:
 
     @property
     def tensor_group_count(self) -> int:
-        """The number of tensor-parallel groups with the same layers, over which gradients are averaged; without them,
-        of ranks."""
+        """The number of tensor-parallel groups with the same layers, over which gradients are averaged, or of ranks."""
         return self.sharding.tensor_group_of(self.stage_size)
 
     @property

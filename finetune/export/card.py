@@ -63,8 +63,7 @@ def model_card(
     merge: MergeChoice | None = None,
     formats: Sequence[str] = ("safetensors",),
 ) -> str:
-    """The text of README.md for what is exported from `source`; `merge`: how its adapter was merged onto a quantized
-    base."""
+    """The text of README.md for an export of `source`; `merge`: how its adapter was merged onto a quantized base."""
     front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
     what = "LoRA adapter" if is_adapter else "model"
     base = _shown_path(source.base_model) if source.base_model else None
@@ -418,8 +417,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
-    """The base model's, which names the tokens that end an answer; else the source's; else one derived from the
-    config."""
+    """The base model's, which names the tokens that end an answer; else the source's, or one from the config."""
     from transformers import GenerationConfig
 
     folders = [folder for folder in (source.base, source.description) if folder is not None]

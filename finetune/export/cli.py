@@ -18,8 +18,7 @@ M_ARENA_MAX = -8  # of glibc's malloc.h
 
 
 def export_command(arguments: argparse.Namespace) -> int:
-    """Exports `arguments.source` to `arguments.output`. Returns 0, or 1 where the export is complete but was not
-    pushed."""
+    """Exports `arguments.source` to `arguments.output`. Returns 0, or 1 if complete but not pushed."""
     source, output = Path(arguments.source), Path(arguments.output)
     options = ExportOptions(
         dtype=arguments.dtype,

@@ -53,8 +53,7 @@ def export(
     max_loss_increase: float | None = None,
     log: Callable[[str], object] = print,
 ) -> Path:
-    """Makes the Hugging Face folder `output` from a run, a checkpoint, or a folder of another tool (`source` lists
-    them).
+    """Makes the Hugging Face folder `output` from a run, a checkpoint, or another tool's folder (see `source`).
 
     One process is enough, without a GPU or a process group. Memory stays bounded: a few blocks of rows, and in
     verification one tensor. `output` appears when it is complete and verified, or not at all.

@@ -111,8 +111,7 @@ class _StoredParameters(dict[str, nn.Parameter | None]):
 
 
 class _StoredExperts(_StoredParameters):
-    """The parameters of all experts of a layer, of which one expert's are read at a time, as the loop over them uses
-    them."""
+    """The parameters of all experts of a layer, read an expert at a time, as the loop over them does."""
 
     def __getitem__(self, attribute: str) -> Any:
         on_meta = dict.__getitem__(self, attribute)

@@ -1,5 +1,4 @@
-"""The tensors of the result as values: as they are stored, or with an adapter merged onto its base, dequantized or
-not."""
+"""The tensors of the result as values: as stored, or with an adapter merged onto its base, dequantized or not."""
 
 import math
 import re
@@ -213,8 +212,7 @@ def _repeats(adapter: Adapter, name: str, first: str) -> bool:
 def _factors(
     adapter: Adapter, module: str, weight: str, where: str, *, pairs: int = 1, kind: str = "lora_{}.weight"
 ) -> tuple[StoredTensor, StoredTensor, float, int]:
-    """A [pairs r, in], B [out, pairs r], the scale and the rank r of the adapter with the names of `module`, for
-    `weight`."""
+    """A [pairs r, in], B [out, pairs r], scale and rank r of the adapter with the names of `module`, for `weight`."""
     a, b = (f"{module}.{kind.format(letter)}" for letter in "AB")
     if b not in adapter.tensors:
         raise UserError(f"{where}: {b}: missing, although {a} exists")
@@ -317,8 +315,7 @@ def plan_values(
     Beside a language model each tensor keeps the dtype that the base's files have, unless `dtype` `is_asked` for.
     `read_dequantized`: for values of several calls that are read by one thread.
 
-    Raises `UserError` where the adapter does not fit the target, or merging it would not give the model that was
-    trained.
+    Raises `UserError` if the adapter does not fit the target, or the merged model would be another.
     """
     updates: Mapping[str, WeightUpdate] = {}
     if source.adapter is not None:

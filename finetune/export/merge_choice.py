@@ -49,8 +49,7 @@ class ComparisonRows:
 
 
 def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -> None:
-    """Writes the first of `examples` that have a label within ROW_TOKENS, at most MAX_TOKENS in all; of pairs, chosen
-    sides."""
+    """Writes the first labeled `examples` within ROW_TOKENS, at most MAX_TOKENS in all; of pairs, chosen sides."""
     each = (examples.answers()[number] for number in range(len(examples.answers())))
     cut = ((example.input_ids[:ROW_TOKENS], example.labels[:ROW_TOKENS]) for example in each)
     rows = _take_within((row for row in cut if (row[1] != IGNORE_INDEX).any()), MAX_TOKENS)
@@ -59,8 +58,7 @@ def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -
 
 
 def read_comparison_rows(folder: Path | None, parameters: int, vocabulary: int) -> ComparisonRows | None:
-    """The rows of the run in `folder`: as many as a model of so many parameters computes within the budget, one at
-    least.
+    """The rows of the run in `folder`: as many as a model of that size computes within the budget, at least one.
 
     None where the run kept none. Raises `UserError` where the file is damaged, or holds ids beyond `vocabulary`.
     """

@@ -1,5 +1,4 @@
-"""A separate process that opens an export as its users will: with transformers and safetensors, not the code that wrote
-it.
+"""A separate process that opens an export as its users will, not by the code that wrote it.
 
 `reload_process.start_reload` runs `python -m finetune.export.reload_check RESULTS`, which imports, which takes seconds.
 Lines of JSON on its stdin then name the folder, in which all but the values is complete, and say how far its files are
@@ -61,8 +60,7 @@ class WrittenFiles:
         return {name: entry.shape for name, (_, entry) in self.entries.items()}
 
     def read(self, name: str, start: int, stop: int, use: Callable[[torch.Tensor], Result]) -> Result:
-        """`use(rows)` for rows of a tensor; a scalar has one row, itself. They are a memory map, gone when `use`
-        returns."""
+        """`use(rows)` for rows of a tensor (of a scalar, itself): a memory map that is gone when `use` returns."""
         file, entry = self.entries[name]
         row_bytes = (entry.end - entry.begin) // max(1, entry.shape[0] if entry.shape else 1)
         self._wait(file, entry.begin + stop * row_bytes)
@@ -82,8 +80,7 @@ class WrittenFiles:
 
 
 def read_digests(files: WrittenFiles, advance: Callable[[int], object] = lambda _: None) -> dict[str, str]:
-    """The digest (xxh3, 128 bits, in hexadecimal) of every tensor's bytes, by name, in the order in which they lie
-    there."""
+    """The digest (xxh3, 128 bits, hexadecimal) of every tensor's bytes, by name, in the file's order."""
     found = {}
     for name, (_, entry) in files.entries.items():
         digest = xxhash.xxh3_128()
@@ -139,8 +136,7 @@ class DiskProgress:
         self._changed = Condition()
 
     def follow(self, lines: Iterable[str]) -> None:
-        """Reads what the parent process says, in a thread. Ends this process where the parent goes before it is
-        done."""
+        """Reads what the parent says, in a thread. Ends this process if the parent goes before it is done."""
         Thread(target=self._follow, args=[lines], daemon=True).start()
 
     def _follow(self, lines: Iterable[str]) -> None:

@@ -1,5 +1,4 @@
-"""The parent's side of the separate process that opens an export (reload_check.py): start it, say what is on disk, take
-its results.
+"""The parent's side of the process that opens an export (reload_check.py): starts it, and takes its results.
 
 The process takes seconds to import, so that it is started early, beside the imports here: this file imports no torch.
 """
@@ -32,8 +31,7 @@ class ReloadProcess:
     results: Path  # the file that it leaves
 
     def open_folder(self, folder: Path, files: Collection[str], *, trust_remote_code: bool = False) -> None:
-        """Starts its work: all of `folder` is there but the values in its safetensors `files`, which it reads in this
-        order."""
+        """Starts its work: all of `folder` is there but the values in its `files`, which it reads in this order."""
         self._send({"folder": str(folder), "files": list(files), "trust_remote_code": trust_remote_code})
 
     def on_disk(self, file: str, end: int) -> None:
@@ -41,8 +39,7 @@ class ReloadProcess:
         self._send({"file": file, "end": end})
 
     def read_results(self) -> "tuple[torch.Tensor, dict[str, str]]":
-        """Waits for the logits of the folder's model, and the digest of every tensor in its files, by name, in
-        hexadecimal.
+        """Waits for the logits of the folder's model, and every tensor's digest, by name, in hexadecimal.
 
         Raises `UserError` where the folder could not be used.
         """

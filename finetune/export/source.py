@@ -104,8 +104,7 @@ def open_source(path: Path, *, base_model: str | None = None, log: Callable[[str
 
 
 def find_base(name: str, revision: str | None = None, *, with_weights: bool = False) -> Path:
-    """The folder of a base model: `name` itself, or a hub name's from the cache or the hub (without weights by
-    default).
+    """The folder of a base model: `name`, or a hub name's from cache or hub (without weights by default).
 
     Raises `UserError` where it is missing or unreachable.
     """
@@ -159,11 +158,9 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
 
 
 def _is_base_the_trained_one(source: Source, given: str | None, log: Callable[[str], object]) -> bool:
-    """Whether the base has the weights that the adapter was trained on, as far as that is known; reads every byte of
-    it.
+    """Whether the base has the weights that the adapter was trained on, if known; reads every byte of it.
 
-    Raises `UserError` where it has others, unless the user named that base with --base-model: then the difference is
-    logged.
+    Raises `UserError` for others, unless --base-model named that base: then the difference is logged.
     """
     from finetune.checkpoint.resume import hash_base  # imports the data libraries
 

@@ -1,5 +1,4 @@
-"""The model that an export makes: built on the meta device, with tensors computed from the stored ones, a few rows
-at a time."""
+"""The model that an export makes: built on meta, its tensors computed from the stored ones, in rows."""
 
 import copy
 import math
@@ -139,8 +138,7 @@ def _find_float32(model: Any, names: Mapping[str, Any]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of the result. `rows(start, stop)` are its rows (dimension 0) in float32, or as stored if not
-    floating.
+    """One tensor of the result. `rows(start, stop)` are its rows in float32, or as stored if not floating.
 
     A scalar has one row, itself. Reading the same rows again gives the same bits.
     """

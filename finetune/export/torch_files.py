@@ -56,8 +56,7 @@ class MappedFile:
         self.view = memoryview(self._map)[: self.size]
 
     def release(self) -> None:
-        """Gives back the pages that have been touched; touched again, they are read again. One byte can make 2 MiB
-        resident."""
+        """Gives back the pages that have been touched, to be read again: one byte can make 2 MiB resident."""
         if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -93,8 +92,7 @@ class Archive:
         return (begin, self._records[begin]) if begin in self._records else (None, 0)
 
     def _open_reader(self) -> Any:
-        """torch's reader of this archive, once its records are known to lie in the file as they are, without
-        overlap."""
+        """torch's reader of this archive, once its records are known to lie in the file without overlap."""
         if not zipfile.is_zipfile(self._bytes):
             self._raise("not a torch file of version 1.6 or later, or damaged; save it again with torch.save")
         with zipfile.ZipFile(self._bytes) as archive:
@@ -178,8 +176,7 @@ def read_dcp_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_torch_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
-    """The tensors of the state dict that `torch.save` wrote into these files of one folder, by name; no values are
-    read.
+    """The tensors of the state dict that `torch.save` wrote into these files, by name; no values are read.
 
     Raises `UserError` if a file holds anything but weights, or values that are not stored there as plain bytes.
     """
@@ -234,8 +231,7 @@ def main(paths: list[Path]) -> None:
 
 
 def find_places(paths: list[Path]) -> dict[str, Any]:
-    """`tensors`: a `Place` for each part of each tensor. `sizes`: the shapes that a DCP folder's metadata states, by
-    name.
+    """`tensors`: a `Place` for each part of each tensor. `sizes`: the shapes in a DCP folder's metadata, by name.
 
     Raises `UserError` for what torch's weights-only loader refuses, and for values that do not lie there as they are.
     """
@@ -245,8 +241,7 @@ def find_places(paths: list[Path]) -> dict[str, Any]:
 
 
 def _limit_resources() -> None:
-    """Limits this process's own memory, and its time. Where /proc does not say what is used already (not Linux), the
-    time."""
+    """Limits this process's memory and time; only its time where /proc does not say what is used (not Linux)."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_SECONDS, CPU_LIMIT_SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -322,8 +317,7 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Mapping[str, dict[Any, Any]]:
-    """The `storage_data` and `state_dict_metadata` of a DCP folder, their contents unchecked. No code of the file's is
-    run.
+    """The `storage_data` and `state_dict_metadata` of a DCP folder, unchecked. None of the file's code is run.
 
     Raises `UserError` where it asks for anything but DCP's own classes, is damaged or describes no checkpoint.
     """

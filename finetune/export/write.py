@@ -245,8 +245,7 @@ def write_weights(folder: Path, weights: Weights, on_disk: Callable[[str, int], 
 
 
 def make_files(folder: Path, weights: Weights) -> None:
-    """Every safetensors file of the result at its full size, with its header but without values, and a model's
-    index."""
+    """Every safetensors file of the result, with its header but without values, and a model's index."""
     for shard in weights.shards:
         (folder / shard.name).parent.mkdir(exist_ok=True)
         make_file(folder / shard.name, shard.header, shard.byte_count)

@@ -1,5 +1,4 @@
-"""What is done to decoder layers: activation checkpointing, torch.compile, Liger's kernels. Parameters keep their
-names."""
+"""What is done to decoder layers: activation checkpointing, torch.compile, Liger. Parameters keep their names."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -143,8 +142,7 @@ class ActivationOffload:
         return offloaded
 
     def wrap_contexts(self, contexts: Contexts) -> Contexts:
-        """The contexts of selective checkpointing (`create_selective_checkpoint_contexts`), with what they keep
-        offloaded."""
+        """The contexts of `create_selective_checkpoint_contexts`, with what they keep offloaded."""
         layer, (keeping, using) = self._latest, contexts
         assert layer is not None
         return _offload_after(keeping, layer), _take_before(using)
@@ -174,8 +172,7 @@ def _take_before(using: Any) -> Iterator[None]:
 
 
 def _selected(context: Any) -> list[Any]:
-    """The values that selective checkpointing stores, in torch's own wrappers: `val`, and the `version` that is
-    checked."""
+    """The values that selective checkpointing stores, in torch's wrappers: `val`, and the `version` it checks."""
     entries = [entry for by_index in context.storage.values() for entry in by_index.values()]
     return [leaf for leaf in tree_leaves(entries) if hasattr(leaf, "val") and hasattr(leaf, "version")]
 
@@ -240,8 +237,7 @@ def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) 
 
 
 def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
-    """Keeps the outputs of attention's kernels, and of products from and to at most `width` features: the MLP's are
-    wider."""
+    """Keeps the outputs of attention, and of products from and to at most `width` features, unlike the MLP's."""
 
     def choose(_context: object, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
         is_kept = operator in _attention_operators()

@@ -25,8 +25,7 @@ from finetune.models.lora import is_adapter
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What a layer's numbers are rounded by. torchao finds the scales in each call, so that all layers share
-    it."""
+    """What a layer's numbers are rounded by. torchao finds the scales in each call: all layers share it."""
 
     inputs: Callable[[Tensor], Tensor] | None  # None: they are not rounded
     weight: Callable[[Tensor], Tensor]
@@ -62,8 +61,7 @@ def find_quantizable(model: Any) -> dict[str, nn.Linear]:
 
 
 def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
-    """Has the linear layers of `model` round as the recipe's scheme does, and returns how many they are. Call it before
-    sharding, after adapters are in place.
+    """Has the linear layers of `model` round as the scheme does; returns their number. After adapters, before sharding.
 
     Raises `UserError` where a layer's inputs are no multiple of the group size.
     """

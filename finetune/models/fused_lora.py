@@ -69,8 +69,7 @@ def _multiply(layer: Any, x: Tensor) -> Tensor:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """[..., in] -> [rows, out]; weight [out, in], or its codes and scales where there is a `form`; a [rank, in], b
-    [out, rank].
+    """[..., in] -> [rows, out]; weight [out, in], or codes and scales under a `form`; a [rank, in], b [out, rank].
 
     Computed in `dtype`, whatever autocast says. Kept for the backward: the input as it came, and x A^T [..., rank].
     """

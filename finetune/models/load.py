@@ -87,8 +87,7 @@ def load_model(
     vocabulary: Vocabulary | None = None,
     quantization_aware: QuantizationAware = UNROUNDED,
 ) -> tuple[nn.Module, ModelSize]:
-    """Builds the model on meta, grows it to `vocabulary`, adapts it, shards it over the ranks, and reads every rank's
-    own slices.
+    """Builds the model on meta, grown to `vocabulary`, adapts it, shards it, and reads every rank's slices.
 
     Whether such a model can be trained, the rules answer first (config/compatibility.py). Raises `UserError` for a
     model that cannot be reached, whose files do not fit its config, or that lacks what the recipe asks for.
@@ -161,8 +160,7 @@ def load_model(
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """`...ForCausalLM` of `config`, or the whole vision-language model, with parameters on meta; buffers (rotary
-    frequencies) are real."""
+    """`...ForCausalLM` of `config`, or the vision-language model, with parameters on meta and real buffers."""
     from accelerate import init_empty_weights
 
     auto_class: Any = auto_class_of(config)
@@ -205,8 +203,7 @@ def forget_quantization(config: Any) -> None:
 
 
 def freeze_modules(model: nn.Module, keys: Model) -> None:
-    """Freezes what `trainable_modules` and `frozen_modules` leave out, and what does not work on text, in the dtype of
-    the rest.
+    """Freezes what `trainable_modules` and `frozen_modules` leave out, or text does not reach, in one dtype.
 
     Raises `UserError` where a pattern names nothing, or nothing is left to train.
     """
@@ -239,8 +236,7 @@ def count_parameters(model: Any) -> ModelSize:
 def read_base_values(
     built: nn.Module, config: Any, model: Model, seed: int = 0, vocabulary: Vocabulary | None = None
 ) -> tuple[Values, Mapping[str, StoredQuantized]]:
-    """The values of the parameters of `built`, whose saved buffers are filled, and the weights that the files hold
-    quantized."""
+    """The values of the parameters of `built`, whose saved buffers are filled, and the quantized weights."""
     if model.model_config is not None:
         return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed), {}
     folder = weights_folder(model)

@@ -126,8 +126,7 @@ def find_adapted_parameters(model: nn.Module, targets: Collection[str]) -> dict[
 
 
 def inject_adapters(model: nn.Module, config: Any) -> None:
-    """Puts the adapters of `config`, a peft LoraConfig, into `model`: on exactly the modules and parameters that it
-    names.
+    """Puts the adapters of `config`, a peft LoraConfig, into `model`, on exactly what it names.
 
     In many mixtures peft reads `gate_proj` as transformers 4 used it, for a routed expert's layer, and would move the
     adapters of shared experts and dense layers onto the routed experts: here it takes names as they are.
@@ -212,8 +211,7 @@ def within_language_model(model: Any, config: Any) -> Any:
 
 
 def peft_config(lora: Lora, linear_layers: set[str], head: str, whole: Mapping[nn.Parameter, Sequence[str]]) -> Any:
-    """The recipe's adapter in peft's terms. `all-linear` is all of `linear_layers` but `head` and what is trained
-    whole."""
+    """The recipe's adapter in peft's terms. `all-linear` is `linear_layers` but `head` and what is trained whole."""
     from peft import LoraConfig
 
     saved = sorted({name.rpartition(".")[0] for names in whole.values() for name in names})
@@ -301,8 +299,7 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """A parameter's name in the base model's files: peft moves an adapted layer's own into `base_layer`, or several of
-    them.
+    """A parameter's name in the base's files: peft moves an adapted layer's own into one or more `base_layer`.
 
     >>> base_name("layers.0.mlp.experts.base_layer.base_layer.down_proj")
     'layers.0.mlp.experts.down_proj'

@@ -94,8 +94,7 @@ class Box:
         return Box(_without(self.shape, dim), parts)
 
     def read(self, slices: Slices, read: Callable[[str, Slices], torch.Tensor]) -> torch.Tensor:
-        """The elements `slices` (of step 1; dimensions without one are whole), by `read(name, slices)` of the named
-        tensors."""
+        """The elements `slices` (of step 1; missing dimensions are whole), by `read(name, slices)` of the tensors."""
         bounds = [wanted.indices(size)[:2] for wanted, size in zip(slices, self.shape, strict=False)]
         bounds += [(0, size) for size in self.shape[len(bounds) :]]
         box = self

@@ -82,8 +82,7 @@ class Computation:
 
     @property
     def fuses_adapters(self) -> bool:
-        """Whether an adapted layer keeps its input as it came, which layers share, not a cast of its own
-        (models/fused_lora.py)."""
+        """Whether an adapted layer keeps its input as it came, shared, and no cast copy (models/fused_lora.py)."""
         return self.lora is not None and not (self.lora.lora_dropout or self.lora.use_dora)
 
     @property
@@ -153,8 +152,7 @@ def _selected_tensors(a: Architecture, run: Computation) -> list[int]:
 
 
 def prefetched_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token of what the layer below keeps, which is copied back while a layer's backward runs; 0 without
-    offload."""
+    """Bytes per token of what the layer below keeps, copied back during a layer's backward; 0 without offload."""
     return sum(checkpointed_tensors(a, run)) if run.offloads and a.layers > 1 else 0
 
 
@@ -212,8 +210,7 @@ def _norms(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
 
 
 def _count_readers(mixture: Mixture | None) -> int:
-    """Layers that read the MLP's input: gate and up; in a mixture the router, and those of the shared expert with its
-    own gate."""
+    """Layers that read the MLP's input: gate and up; in a mixture also the router and the shared expert's."""
     if mixture is None:
         return 2
     return 1 + (0 if not mixture.shared else 2 if mixture.keys.shared is None else 3)
@@ -295,8 +292,7 @@ def expert_adapter_rank(name: str, run: Computation) -> tuple[int, int]:
 
 
 def _read_by_trained_experts(run: Computation) -> tuple[int, int]:
-    """Whether the inputs of gate and up, and of down, are saved (1): for the gradients of the weights or their
-    adapters."""
+    """Whether the inputs of gate, up and down are saved (1), for gradients of weights or adapters."""
     if run.lora is None:
         return 1, 1
     targets = run.lora.lora_target_parameters

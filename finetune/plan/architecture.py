@@ -354,8 +354,7 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
 
 
 def find_local_facts(model: Model) -> ModelFacts | None:
-    """The facts of a model of a known family whose config.json is at hand: without torch, transformers and the
-    network."""
+    """The facts of a known family's model whose config.json is at hand: without torch or the network."""
     if model.model_config is None and not Path(str(model.model_name_or_path)).is_dir():
         return None
     try:

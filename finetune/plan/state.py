@@ -159,8 +159,7 @@ def _list_quantized(
 
 
 def is_adapted(linear: TensorShape, lora: Lora) -> bool:
-    """Whether this weight of a decoder layer gets an adapter; `all-linear` is all of them that are not trained
-    whole."""
+    """Whether a weight of a decoder layer gets an adapter; `all-linear`: all that are not trained whole."""
     targets = lora.lora_target_modules
     if is_saved_whole([linear.name], lora):
         return False
@@ -193,8 +192,7 @@ def _list_expert_adapters(
 def count_state(
     tensors: Sequence[StateTensor], sharding: Sharding, shards: int, optim: str | None, rank: int = 0
 ) -> State:
-    """Bytes that `rank` holds of parameters split into `shards`. Rank 0 holds the most. `optim`: None where there is
-    no optimizer.
+    """Bytes that `rank` holds of parameters in `shards`; rank 0 holds the most. `optim`: None for no optimizer.
 
     Source: mixed-precision training keeps fp32 parameters, gradients and two Adam moments: 4 + 4 + 4 + 4 bytes a
     parameter (Rajbhandari et al. 2020, section 3.1: K = 12 counts the fp32 copies), here without a bf16 copy.
@@ -270,8 +268,7 @@ def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Numbers in one FSDP unit, which is gathered and freed together, the trained ones among them, and those gathered
-    in 8 bits."""
+    """Numbers in one FSDP unit, gathered and freed together: all, the trained ones, and those in 8 bits."""
 
     numel: int
     trained: int

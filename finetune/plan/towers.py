@@ -1,5 +1,4 @@
-"""What a vision-language model has beside its language model: the tensors of its vision tower and projector, by its
-config.json.
+"""What a vision-language model has beside its language model: tower and projector, by its config.json.
 
 Source: the model classes of transformers 5; tests/plan builds each on the meta device and compares names and shapes.
 """

@@ -157,8 +157,7 @@ def _without_port(host: str) -> str:
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Writes the report of `arguments.runs`, and the loss as a PNG beside it, and prints both paths; or serves the
-    report.
+    """Writes the report of `arguments.runs`, with the loss as a PNG, and prints both paths; or serves it.
 
     Returns the exit code.
     """

@@ -1,5 +1,4 @@
-"""What a run's folder holds, and the plan of that run; read without torch, also of a run that is in progress or was
-killed."""
+"""What a run's folder holds, and its plan; read without torch, also while it runs or after it was killed."""
 
 import json
 import math

@@ -30,8 +30,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen: from all of the vocabulary, since a truncated distribution is not the one that is
-    trained."""
+    """How the next token is chosen: from all of the vocabulary, whose distribution is the one trained."""
 
     max_tokens: int
     temperature: float = 1.0

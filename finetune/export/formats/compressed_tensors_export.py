@@ -147,8 +147,7 @@ class CompressedPlan:
         return [f"{place}: {disk_size(self.byte_count)} in {name}, {verdict}. {cost}"]
 
     def _measure(self, files: WrittenFiles) -> str:
-        """The loss beside that of the unquantized model, on rows of the run. Raises `UserError` where it is too much
-        more."""
+        """The loss beside the unquantized model's, on rows of the run. Raises `UserError` if it is far more."""
         model: Any = self.target.model
         parameters, vocabulary = sum(p.numel() for p in model.parameters()), model.config.get_text_config().vocab_size
         rows, most = read_comparison_rows(self.source.run, parameters, vocabulary), self.options.max_loss_increase

@@ -37,8 +37,7 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
 
 
 def install_experts(model: Any, world: World, dtype: torch.dtype, is_compiled: bool) -> None:
-    """Makes a mixture compute its experts, whose parameters will be kept in `dtype`, as this machine does best, or as
-    torch can compile it."""
+    """Makes a mixture compute its experts (kept in `dtype`) as this machine, or torch.compile, does best."""
     register_grouped()
     best = choose_experts_implementation(world.sharding, dtype, world.device.type)
     set_experts_implementation(model, GROUPED if is_compiled else best)
@@ -62,8 +61,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
-    """peft's adapters of the parameters of `experts`, from the outermost. They add nothing by themselves any more; see
-    `find_factors`."""
+    """peft's adapters of the parameters of `experts`, from the outermost, which add nothing; see `find_factors`."""
     wrappers: Iterator[Any] = (each for each in model.modules() if hasattr(each, "parameter_name"))
     adapters = [each for each in wrappers if each.get_base_layer() is experts]
     for adapter in adapters:

@@ -88,8 +88,7 @@ def compute_in_groups(
 
 
 def _multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """rows [n, in], sorted by expert; weights [experts, in, out]; ends int32[experts], the ends of the experts' rows ->
-    [n, out]."""
+    """rows [n, in], sorted by expert; weights [experts, in, out]; ends int32[experts], of their rows -> [n, out]."""
     from transformers.integrations.moe import _grouped_mm
 
     weights = weights.to(rows.dtype)

@@ -1,5 +1,4 @@
-"""Expert parallelism: the experts of a layer divided over the ranks of a group, which send them their tokens and get
-them back.
+"""Expert parallelism: ranks of a group share a layer's experts, and exchange the tokens for them.
 
 Each rank of a group has E / size of the E experts, and FSDP shards these over the ranks that have the same ones. A
 rank's router chooses for its own tokens, as without; then, in each layer:
@@ -91,8 +90,7 @@ class DividedExperts:
             setattr(module, name, weight.take_part(slice(self.first, self.first + self.local_experts)))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """hidden [tokens, width]; chosen int64[tokens, k], the experts of each token; weights [tokens, k] -> [tokens,
-        width]."""
+        """hidden [tokens, width]; chosen int64[tokens, k], their experts; weights [tokens, k] -> [tokens, width]."""
         tokens, per_token = chosen.shape
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by expert, so by rank as well
@@ -113,8 +111,7 @@ class DividedExperts:
         return weighted.to(hidden.dtype)
 
     def compute(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """The outputs of this rank's `experts` int64[rows] (counted from its first) for `rows` [rows, width], one
-        each."""
+        """The outputs of this rank's `experts` int64[rows] (counted from its first) for `rows` [rows, width]."""
         parameters = expert_weights(self.module)
         factors = find_factors(self.adapters, slice(self.first, self.first + self.local_experts))
         if not rows.shape[0]:  # gradients of zero: FSDP reduces what every rank has
@@ -126,8 +123,7 @@ class DividedExperts:
 
 
 def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[nn.Parameter], Shard]:
-    """For `fully_shard` over `shards` ranks: whole experts for each rank where they divide evenly, else rows of every
-    expert."""
+    """For `fully_shard` over `shards` ranks: whole experts where they divide evenly, else rows of each."""
     by_dim = {
         id(parameter): Shard(0) for weight in quantized_children(module).values() for parameter in weight.parameters()
     }
@@ -139,8 +135,7 @@ def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends `sent[r]` rows to each rank r of the group, and receives `received[r]` from it; in the backward the other
-    way."""
+    """Sends `sent[r]` rows to each rank r of the group, receives `received[r]`; in the backward the other way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -1,5 +1,4 @@
-"""Quantized layers: put into a model on meta, sharded with it, then filled on every rank with its share of the
-bytes."""
+"""Quantized layers: put into a model on meta, sharded with it, then filled with each rank's bytes."""
 
 import math
 from collections.abc import Mapping
@@ -243,8 +242,7 @@ def fill_quantized_layers(
 def dequantized_values(
     values: Values, quantization: Quantization, stored: Mapping[str, StoredQuantized], dtype: torch.dtype
 ) -> Values:
-    """The weights that a model quantized from `values`, or `stored` so, multiplies with: each quantized whole and
-    dequantized."""
+    """The weights that a model quantized from `values`, or `stored` so, multiplies with, dequantized."""
 
     def dequantized(name: str, slices: Slices) -> Tensor:
         if stored and base_name(name) not in stored:
@@ -286,8 +284,7 @@ def _fill_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
 
 
 def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
-    """This rank's bytes of a parameter, and where they begin and end in the whole of `size` bytes. Its padding is
-    zeroed."""
+    """This rank's bytes of a parameter, and their begin and end in the whole of `size`; padding is zeroed."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
     (bounds,) = find_local_slices(parameter)
     own = local.zero_().view(torch.uint8)

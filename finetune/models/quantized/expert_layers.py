@@ -54,8 +54,7 @@ def expert_weights(experts: nn.Module) -> dict[str, Tensor]:
 
 
 def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """What `compute` returns. Where it dequantizes weights of `experts`, the backward does so again, and nothing of
-    them is kept."""
+    """What `compute` returns. A backward dequantizes weights of `experts` again, so that nothing is kept."""
     weights = quantized_children(experts).values()
     if not torch.is_grad_enabled() or all(weight.keeps_dequantized for weight in weights):
         return compute(*inputs)

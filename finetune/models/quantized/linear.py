@@ -116,8 +116,7 @@ def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
 
 
 def join_nested_scales(codes: Tensor, magnitudes: Tensor, mean: Tensor) -> Tensor:
-    """The parts of double-quantized scales (uint8[blocks], fp32[nested blocks], fp32) in the layout of
-    `pack_scales`."""
+    """The parts of double-quantized scales (uint8[blocks], fp32[nested blocks], fp32), as `pack_scales` packs them."""
     filling = codes.new_zeros(-codes.numel() % FP32)
     return torch.cat([codes, filling, magnitudes.view(torch.uint8), mean.view(1).view(torch.uint8)])
 
@@ -141,8 +140,7 @@ def unpack_scales(quantized: QuantizedTensor) -> Tensor:
 
 @cache
 def nested_values(device: torch.device) -> Tensor:
-    """What the 8-bit codes of double-quantized scales stand for, fp32[256] (Dettmers 2016, dynamic tree
-    quantization)."""
+    """What the 8-bit codes of double-quantized scales stand for, fp32[256] (Dettmers 2016, dynamic tree)."""
     from bitsandbytes import functional
 
     values: Tensor = functional.create_dynamic_map().to(device)
@@ -166,8 +164,7 @@ def quantized_weights(model: nn.Module) -> list[str]:
 
 
 def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
-    """The linear layers that are quantized where they are frozen, by name. Embeddings, norms and the head keep their
-    precision, as in QLoRA.
+    """The linear layers that are quantized if frozen, by name. Embeddings, norms and head are not, as in QLoRA.
 
     Raises `UserError` where the model has none.
     """
@@ -304,8 +301,7 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         return self.dequantize(self.dtype)
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Form | None, Tensor, Tensor | None]:
-        """What a backward needs of the weight: form, codes and scales; or the weight in `dtype` alone, where it is kept
-        so."""
+        """What a backward needs of the weight: form, codes and scales; or the weight in `dtype` alone, if kept so."""
         if self.keeps_dequantized:
             return None, self.dequantize(dtype), None
         return self._form, self.get_parameter(CODES), self.get_parameter(SCALES)
