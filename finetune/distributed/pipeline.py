@@ -177,7 +177,7 @@ class Pipeline:
         shapes = self._shapes.get(key or "")
         if key is None or shapes is None:
             own = {name: list(value.shape) for name, value in values.items()}
-            shapes = gather_json(own, self.group, self.device)[-1]
+            shapes = gather_json(own, self.group)[-1]  # over gloo: a GPU's queue is left alone
             self._shapes[key or ""] = shapes
         if self.rank == self.size - 1:
             flat = torch.cat([value.float().flatten() for value in values.values()])

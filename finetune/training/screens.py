@@ -75,7 +75,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
         *describe_products(),
         *describe_flash_kernels(),
-        *describe_tensor_groups(world),
+        *describe_groups(world),
         *(f"        {line}" for line in (sharding.describe_sequences(world.size), *sharding.translated) if line),
         f"batch   {run.data.train.config.global_batch_size} {describe_rows(recipe)} of up to {recipe.row_tokens} "
         f"tokens a step, {an_epoch} steps an epoch, {run.data.train.steps:,} in all",
@@ -117,15 +117,19 @@ def describe_flash_kernels() -> list[str]:
     return [f"        attention by the installed FlashAttention {name[-1]}"] if name else []
 
 
-def describe_tensor_groups(world: World) -> list[str]:
-    """The ranks that divide the layers' matrices between them, if any."""
-    if not world.sharding.divides_matrices:
-        return []
-    count = world.tensor_group_count
-    return [
-        f"        tensor parallel over {world.size // count} ranks, {counted(count, 'group')}: heads, intermediate "
-        "features and vocabulary are divided"
-    ]
+def describe_groups(world: World) -> list[str]:
+    """The stages of a pipeline, and the ranks that divide the layers' matrices between them, if any."""
+    lines, groups = [], world.tensor_group_count
+    if world.stages > 1:
+        of_ranks, schedule = counted(world.stage_size, "rank"), world.sharding.pipeline_schedule
+        lines.append(f"        a pipeline of {world.stages} stages of {of_ranks} each ({schedule})")
+    if world.sharding.divides_matrices:
+        ranks = world.stage_size // groups
+        lines.append(
+            f"        tensor parallel over {ranks} ranks, {counted(groups, 'group')}: heads, intermediate features and "
+            "vocabulary are divided"
+        )
+    return lines
 
 
 def describe_trained(recipe: Recipe) -> str:

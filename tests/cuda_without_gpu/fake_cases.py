@@ -35,6 +35,7 @@ class Case:
     family: str = "llama"
     layout: str = "fsdp2"
     ranks: int = 2
+    rank: int = 0  # that is there
     sharding: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -94,6 +95,7 @@ DISTILL: dict[str, Any] = {
 }
 IN_SEQUENCES = {"sequence_parallel_size": 2}
 IN_TENSORS = {"tensor_parallel_size": 2, "shard_size": 2}
+IN_STAGES = {"pipeline_parallel_size": 2}
 BY_EXPERTS = {"expert_parallel_size": 2}
 CASES = (
     Case(name="full", optimizations=every_optimizer(on_device=True)),
@@ -133,6 +135,20 @@ CASES = (
         name="sequence, tensor, checkpointed",
         ranks=4,
         sharding=IN_SEQUENCES | {"tensor_parallel_size": 2, "activation_checkpointing": True},
+    ),
+    *(Case(name=f"pipeline, stage {rank}", sharding=IN_STAGES, rank=rank, layers=2, accumulation=3) for rank in (0, 1)),
+    *(
+        Case(
+            name=f"pipeline, lora, checkpointed, stage {rank}",
+            family="mixtral",
+            model={"router_aux_loss_coef": 0.01},
+            sharding=IN_STAGES | {"activation_checkpointing": True},
+            rank=rank,
+            layers=2,
+            accumulation=2,
+            lora=PEFT,
+        )
+        for rank in (0, 1)
     ),
     Case(name="experts", family="mixtral", ranks=4, sharding=BY_EXPERTS, model={"router_aux_loss_coef": 0.01}),
     Case(

@@ -46,10 +46,10 @@ def make_world(case: Case) -> World:
         os.environ.pop(name, None)
     size = 1 if case.layout == "single" else case.ranks
     if case.layout != "single":
-        join_ranks(size)
+        join_ranks(size, case.rank)
     accelerator = make_accelerator(sharding, device)
     group = make_sequence_group(sharding, size, device.type)
-    return World(0, size, 0, size, device, sharding, accelerator, sequence_group=group)
+    return World(case.rank, size, case.rank, size, device, sharding, accelerator, sequence_group=group)
 
 
 @contextmanager

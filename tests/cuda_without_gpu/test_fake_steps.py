@@ -18,8 +18,8 @@ ALLOWED = {
     "step.py:must_skip": "skipped steps are counted on the host; some optimizers, and the host's, read no flag there",
     "step.py:accumulate_gradients": "CPU offload: FSDP has the gradients on the host before the optimizer reads them",
     "gradients.py:sum_partial_gradients": "CPU offload: what the ranks of a tensor group sum goes to the device and back",
-    "step.py:_update": "as the host's guard, for each parameter",
-    "step.py:_mark_unless": "as the host's guard, for the loss",
+    "in_backward.py:_update": "as the host's guard, for each parameter",
+    "in_backward.py:_mark_unless": "as the host's guard, for the loss",
     "gradients.py:update": "fp16: the run ends where the scale has sunk to its floor",
     "parallel.py:forward": "the host must know how many tokens come from each rank before it can receive them",
 }
@@ -78,8 +78,8 @@ def expected_places(case: Case, optimization: Optimization) -> set[str]:
         "step.py:accumulate_gradients": offloads,
         "gradients.py:update": is_scaled,
         "gradients.py:sum_partial_gradients": offloads and "tensor_parallel_size" in case.sharding,
-        "step.py:_update": optimization.optim_in_backward and not (reads_flag or offloads),
-        "step.py:_mark_unless": optimization.optim_in_backward and offloads,
+        "in_backward.py:_update": optimization.optim_in_backward and not (reads_flag or offloads),
+        "in_backward.py:_mark_unless": optimization.optim_in_backward and offloads,
         "parallel.py:forward": "expert_parallel_size" in case.sharding,
     }
     return {place for place, is_expected in waits.items() if is_expected}

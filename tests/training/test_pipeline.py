@@ -241,7 +241,8 @@ def families(folder: Path) -> Callable[[str, int], Path]:
     for family, known in FAMILIES.items():
         if known.has_pipeline:
             sizes = SMALL | MIXTURES[family] if family in MIXTURES else {}
-            model = make_model(folder / f"model-{family}", model_type=family, **sizes | {"num_hidden_layers": 3})
+            sizes |= {"num_hidden_layers": 3, "vocab_size": 264}
+            model = make_model(folder / f"model-{family}", model_type=family, **sizes)
             keys = {"global_batch_size": 3, "max_steps": 2, "learning_rate": 3e-4}
             runs.append((family, write_recipe(folder / f"{family}.yaml", model, data, **keys)))
     for ranks, layout, keys in ((1, "single", []), (2, "full_shard", [PP])):
