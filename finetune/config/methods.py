@@ -49,53 +49,36 @@ LABEL_KEYS = ("label_smoothing", "token_loss", "eaft_alpha")  # of the cross ent
 METHODS: Mapping[str, MethodFacts] = {
     DEFAULT_METHOD: MethodFacts(says="learns the answers (supervised fine-tuning)", keys=LABEL_KEYS),
     "dpo": MethodFacts(
-        says="learns from pairs which answer is the better one, against the model before training",
-        rows="pairs",
-        keys=("beta", "loss_type", "label_smoothing", "rpo_alpha"),
-        needs_reference=True,
-        losses=PAIR_LOSSES,
+        says="learns from pairs which answer is the better one, against the model before training", rows="pairs",
+        keys=("beta", "loss_type", "label_smoothing", "rpo_alpha"), needs_reference=True, losses=PAIR_LOSSES,
     ),
     "orpo": MethodFacts(
         says="learns the chosen answers, and to prefer them to the rejected ones", rows="pairs", keys=("beta",)
     ),
     "simpo": MethodFacts(
-        says="learns from pairs which answer is the better one, without a reference",
-        rows="pairs",
+        says="learns from pairs which answer is the better one, without a reference", rows="pairs",
         keys=("beta", "simpo_gamma"),
     ),
     "kto": MethodFacts(
-        says="learns from answers that are rated good or bad",
-        rows="ratings",
-        keys=("beta", "desirable_weight", "undesirable_weight"),
-        needs_reference=True,
+        says="learns from answers that are rated good or bad", rows="ratings",
+        keys=("beta", "desirable_weight", "undesirable_weight"), needs_reference=True,
     ),
     "distill": MethodFacts(
         says="learns a larger model's probabilities for every token of the answers",
-        keys=(
-            *TEACHER_KEYS,
-            "distill_beta",
-            "temperature",
-            "distill_alpha",
-            *LABEL_KEYS,
-        ),
-        needs_teacher=True,
+        keys=(*TEACHER_KEYS, "distill_beta", "temperature", "distill_alpha", *LABEL_KEYS), needs_teacher=True,
     ),
     "grpo": MethodFacts(
-        says="samples completions of prompts, and learns which of them get the larger reward",
-        rows="prompts",
+        says="samples completions of prompts, and learns which of them get the larger reward", rows="prompts",
         keys=("loss_type", "beta", "temperature", *(key.name for key in fields(Rollout))),
-        defaults={"loss_type": DEFAULT_POLICY_LOSS, "beta": 0.0},
-        losses=tuple(POLICY_LOSSES),
+        defaults={"loss_type": DEFAULT_POLICY_LOSS, "beta": 0.0}, losses=tuple(POLICY_LOSSES),
     ),
     "on_policy_distill": MethodFacts(
         says="samples completions of prompts, and learns a larger model's probabilities for their tokens",
-        rows="prompts",
-        keys=("loss_type", "temperature", *TEACHER_KEYS, *(key.name for key in fields(Rollout))),
-        needs_teacher=True,
-        defaults={"loss_type": DEFAULT_POLICY_LOSS, "num_generations": 1},
+        rows="prompts", keys=("loss_type", "temperature", *TEACHER_KEYS, *(key.name for key in fields(Rollout))),
+        needs_teacher=True, defaults={"loss_type": DEFAULT_POLICY_LOSS, "num_generations": 1},
         losses=tuple(name for name, loss in POLICY_LOSSES.items() if loss.average != "sums"),
     ),
-}
+}  # fmt: skip
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows == "pairs")
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
 REWARDED = tuple(name for name, facts in METHODS.items() if facts.samples and not facts.needs_teacher)

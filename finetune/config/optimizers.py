@@ -81,26 +81,17 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
     ),
     "adamw_torch": OptimizerFacts(count_state=_adam, allocates_roots=True, other_names=("adamw_hf",)),
     "adam": OptimizerFacts(
-        help="is torch's Adam, whose weight_decay is part of the gradient",
-        count_state=_adam,
-        reads_found_inf=True,
-        decouples_decay=False,
-        converted=r"(.*\.)?adam",
+        help="is torch's Adam, whose weight_decay is part of the gradient", count_state=_adam, reads_found_inf=True,
+        decouples_decay=False, converted=r"(.*\.)?adam",
     ),
     "adamw_bf16_moments": OptimizerFacts(
-        help="keeps its moments in bf16: 4 bytes a parameter instead of 8",
-        count_state=_adam_bf16,
-        moment_itemsize=ITEMSIZE["bfloat16"],
-        advice="moments rounded to bf16, no more time",
-        reads_found_inf=True,
+        help="keeps its moments in bf16: 4 bytes a parameter instead of 8", count_state=_adam_bf16,
+        moment_itemsize=ITEMSIZE["bfloat16"], advice="moments rounded to bf16, no more time", reads_found_inf=True,
         conflicts={"an uneven vocabulary": "it rounds the moments of equal shards alike"},
     ),
     "adamw_8bit": OptimizerFacts(
         help="keeps them in 8 bits: 2 bytes, by torchao, which has to be installed; not under FSDP1",
-        count_state=_adam_8bit,
-        count_saved=_adam_fp32,
-        advice="moments in 8 bits; needs torchao",
-        package="torchao",
+        count_state=_adam_8bit, count_saved=_adam_fp32, advice="moments in 8 bits; needs torchao", package="torchao",
         conflicts={
             "FSDP1": "FSDP1 cannot save its moments",
             "tp_size": "its blocks of moments cross the shards",
@@ -145,15 +136,11 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         converted="muon",  # not torch.optim.Muon without its adjust_lr_fn, nor dion's, which scale updates otherwise
     ),
     "sgd": OptimizerFacts(
-        help="keeps nothing",
-        count_state=lambda shape, itemsize: 0,
-        update_copies=1,
-        reads_betas=False,
-        decouples_decay=False,
-        conflicts={"optim_offload: nvme": "it has no state to keep in files"},
+        help="keeps nothing", count_state=lambda shape, itemsize: 0, update_copies=1, reads_betas=False,
+        decouples_decay=False, conflicts={"optim_offload: nvme": "it has no state to keep in files"},
         converted=r"(.*\.)?sgd",
     ),
-}
+}  # fmt: skip
 if TYPE_CHECKING:
     OptimizerName = str
 else:
