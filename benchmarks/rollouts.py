@@ -1,4 +1,4 @@
-"""The embedded engine beside transformers' `generate`, and a whole step beside TRL's GRPOTrainer, on a CPU.
+"""The embedded engine beside transformers' `generate` and continuous batching, and a step beside TRL's, on a CPU.
 
     python benchmarks/rollouts.py MODEL gsm8k_train.jsonl [--rounds 3]
 
@@ -21,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, where
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
 
 from finetune import Session, load_recipe  # noqa: E402
 from finetune.rollout.embedded import EmbeddedEngine  # noqa: E402
@@ -104,6 +104,17 @@ def compare_engines(session: Session, model: str, tokenizer: Any, texts: list[st
             generate,
             rounds,
         )  # type: ignore[misc]
+    ids = [tokenizer(text).input_ids for text in texts]
+    requests = [Request(tuple(row), (0, place)) for place, row in enumerate(ids)]
+    config = GenerationConfig(
+        max_new_tokens=MOST, do_sample=True, top_k=0, top_p=1.0, eos_token_id=ends, pad_token_id=0
+    )
+    compare(
+        "engine beside transformers' continuous batching, 64 prompts",
+        lambda: engine.sample(requests, Sampling(max_tokens=MOST)),
+        lambda: plain.generate_batch(ids, generation_config=config, progress_bar=False),
+        1,
+    )
 
 
 def compare_steps(

@@ -358,7 +358,14 @@ def test_the_report_shows_what_was_sampled_and_its_rewards(runs: Callable[..., P
     of_size = page[page.index("Effective sample size") :]
     labels = re.findall(r">([\d.]+)</span>", of_size[: of_size.index("</figure>")])
     assert labels[:6] == ["0", "20", "40", "60", "80", "100"]
-    for title in ("Reward", "Groups without signal", "Length of completions", "Entropy", "Largest raw log-ratio"):
+    for title in (
+        "Reward",
+        "Groups without signal",
+        "Length of completions",
+        "Entropy",
+        "Largest raw log-ratio",
+        "Ratios outside the bounds",
+    ):
         assert f">{title}<" in page or f"{title} <" in page, title
     assert (
         page.count("<summary>step ") == STEPS
