@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
 Need = Literal["layout", "model", "machine"]
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN_COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "num_selected_experts")
+CHOSEN_COUNTS = (
+    "num_experts_per_tok",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "num_experts_per_token",
+    "num_selected_experts",
+)
 # Upper bounds of a config's sizes, far above any model: with a larger one, building the model would never end.
 LARGEST_SIZES: Mapping[str, int] = {
     "num_hidden_layers": 1000,
@@ -304,12 +311,18 @@ def names_vision_language(config: Mapping[str, Any]) -> bool:
 
 def count_experts(config: Mapping[str, Any]) -> int:
     """The routed experts of a layer by the config; 0 for a dense model."""
-    return _size(config, *EXPERT_COUNTS)
+    return _size(config, *EXPERT_COUNTS) or _size(_experts_section(config), *EXPERT_COUNTS)
 
 
 def count_chosen(config: Mapping[str, Any]) -> int:
     """The routed experts of one token by the config; 0 where it does not say."""
-    return _size(config, *CHOSEN_COUNTS)
+    return _size(config, *CHOSEN_COUNTS) or _size(_experts_section(config), *CHOSEN_COUNTS)
+
+
+def _experts_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where DBRX's config has the sizes of its experts."""
+    section = config.get("ffn_config")
+    return section if isinstance(section, Mapping) else {}
 
 
 def _size(config: Mapping[str, Any], *keys: str) -> int:

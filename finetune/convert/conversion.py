@@ -19,9 +19,7 @@ from finetune.config.yaml_file import read_entries
 from finetune.convert.datasets import add_sources
 from finetune.convert.model_names import (
     BITSANDBYTES_MODEL,
-    DEQUANTIZED,
     add_tokenizers_turns,
-    dequantizes,
     find_images,
     guess_family,
     is_mixture,
@@ -101,8 +99,6 @@ def convert_file(source: Path) -> Conversion:
     report_classes(theirs, found)
     add_tokenizers_turns(theirs, found)
     name = str(found.recipe.get("model_name_or_path"))
-    if dequantizes(theirs, name) and not DEQUANTIZED.search(name.lower()):
-        found.to_do.append(f"model_name_or_path: {name} is stored in MXFP4 and dequantized there; name a copy in bf16")
     asked = next((load_key for load_key in LOAD_KEYS if found.recipe.get(load_key)), None)
     is_fused = is_mixture(name) and has_fused_experts(guess_family(name) or "")
     if asked and is_fused and not theirs.get("quantize_moe_experts"):

@@ -8,6 +8,7 @@ from typing import Any
 from finetune.config.families import IMAGE_FAMILIES, find_family, find_linear_layers, has_fused_experts
 from finetune.config.other_tools import Counterpart
 from finetune.config.quantization import LOAD_KEYS
+from finetune.constants import CONFIG_FILE
 from finetune.convert.rules import Conversion, convert_names, read_section, shorten
 from finetune.convert.tool_keys import ADAPTED_HEAD, Tool
 from finetune.files.run_json import read_json_object
@@ -34,7 +35,10 @@ FAMILIES = (
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"), (r"qwen", "qwen2"),
     (r"gemma-?4.*a\d+b", None), (r"gemma-?4", "gemma4_text"), (r"gemma-?3", "gemma3_text"),
     (r"gemma-?2-|gemma2", "gemma2"), (r"gemma", "gemma"),
-    (r"deepseek-?(coder-)?v2", "deepseek_v2"), (r"deepseek-?v3|moonlight|kimi-k2", "deepseek_v3"),
+    (r"deepseek-?(coder-)?v2", "deepseek_v2"), (r"deepseek-?v3\.2", "deepseek_v32"),
+    (r"deepseek-?(v3|r1)|moonlight|kimi-k2", "deepseek_v3"), (r"minimax-?m2", "minimax_m2"),
+    (r"minimax-?(m1|text)", "minimax"), (r"mimo-v2-flash", "mimo_v2_flash"),
+    (r"llama-?4|scout|maverick", "llama4_text"), (r"glm-?5", "glm_moe_dsa"),
     (r"granite-?4", "granitemoehybrid"), (r"bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"),
     (r"granite", "granite"),
     (r"olmoe", "olmoe"), (r"olmo-?3", "olmo3"), (r"olmo-?2", "olmo2"), (r"olmo", "olmo"),
@@ -62,18 +66,20 @@ AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|gemma-?3n|internvl|kimi-vl|glm-4\.\dv|minicpm-[vo]"
 )
-# Mixtures whose published weights are quantized, whose code is not transformers' own, or that were not tried.
+# Mixtures whose files hold numbers that are not read, whose code is not transformers' own, or that were not tried.
 MOE_MODEL = re.compile(
-    r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|v4|r1)(?!.*distill)|jamba-1\.5|scout|maverick|\d+b[-_]\d+e\b|llama-?4|glm-?5|minimax|kimi-k2|"
-    r"ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|arctic|mistral-small-4|nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|grok|step-3|\bmimo(?!-7b)"
+    r"deepseek[-_]?v4|minimax-?m3|kimi-k2|ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|arctic|mistral-small-4|grok|step-3|"
+    r"\bmimo(?!-7b|-v2-flash)"
 )
-MOE_CAUSE = "mixtures of experts whose weights are quantized, or not tried yet"
+MOE_CAUSE = "mixtures of experts whose files or code are of another kind, or not tried yet"
 MIXTURE = re.compile(
-    r"mixtral|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|jamba|dots\.?1"
+    r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|r1)(?!.*distill)|scout|maverick|\d+b[-_]\d+e\b|llama-?4|glm-?5|minimax|mimo-v2|"
+    r"nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|mixtral|"
+    r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|jamba|dots\.?1"
 )
 HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
-DEQUANTIZED = re.compile(r"(gpt[-_]oss|deepseek[-_]?(v3|r1)).*(bf16|dequantized)")
-QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!bnb)[-_][48]-?bit|prequantized")
+# Of FP8 and MXFP4 their config says whether they are read.
+QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|[-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized")
 BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
 
 
@@ -121,12 +127,6 @@ def is_mixture(name: str) -> bool:
     return any(pattern.search(name.lower()) for pattern in (MIXTURE, MOE_MODEL))
 
 
-def dequantizes(theirs: Mapping[str, Any], name: str) -> bool:
-    """Whether the tool loads the model's MXFP4 weights in bf16: Axolotl where that is asked for, Automodel always."""
-    asks = read_section(theirs, "model_quantization_config_kwargs").get("dequantize")
-    return "gpt-oss" in name and bool(asks or "nemo_automodel" in str(read_section(theirs, "model").get("_target_")))
-
-
 def name_model(theirs: Mapping[str, Any]) -> str:
     """The model of a file, by whatever key the tool has for it."""
     return str(
@@ -146,7 +146,8 @@ def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
             yield f"{key}: {value}", MOE_CAUSE, True
     name = name_model(theirs)
     lower = name.lower()
-    is_dequantized = DEQUANTIZED.search(lower) or dequantizes(theirs, lower)
+    if (Path(name).expanduser() / CONFIG_FILE).is_file():
+        return  # by which the rules of a run judge it
     asks = any(theirs.get(key) for key in FEW_BITS) and not has_fused_experts(guess_family(name) or "")
     if is_mixture(name) and (asks or QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)):
         yield f"{name} in few bits", "quantized experts", True
@@ -158,7 +159,7 @@ def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
         (QUANTIZED_MODEL, "quantized weights"),
     ):
         takes_images = pattern in (MULTIMODAL_MODEL, HYBRID_MODEL) and guess_vision_family(lower) in IMAGE_FAMILIES
-        if pattern.search(lower) and not takes_images and not (pattern is MOE_MODEL and is_dequantized):
+        if pattern.search(lower) and not takes_images:
             yield name, cause, True
 
 

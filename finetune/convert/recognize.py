@@ -10,7 +10,7 @@ from finetune.config.methods import METHODS, Method
 from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT
 from finetune.config.reader import read_recipe
 from finetune.config.schema import keys_of
-from finetune.convert.model_names import MOE_CAUSE, Found, find_images, find_refused_models, find_texts, name_model
+from finetune.convert.model_names import Found, find_images, find_refused_models, find_texts, name_model
 from finetune.convert.online import adapt_online, find_unsupported_online, is_online
 from finetune.convert.rounding import asks_for_rounding, find_rounding
 from finetune.convert.rules import Conversion, convert_number, read_section, shorten
@@ -417,8 +417,6 @@ def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
     yield from ((key, purpose, False) for key, purpose in purposes.items() if key in theirs)
     if "quantizer" in theirs and not asks_for_rounding(theirs):
         yield "quantizer", "quantization", False
-    if "llama4" in components or "moe" in components:
-        yield "model", MOE_CAUSE, True
     if not {"dataset", "datasets"} & theirs.keys():
         yield "no dataset", "a file of another purpose", False
 

@@ -19,6 +19,7 @@ from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.models.families import build
+from tests.models.sweep import tiny_config
 from tests.ranks import ROOT, launch_ranks
 from tests.vision import PROCESSORS, add_processor, draw_image, make_vision_model
 
@@ -82,6 +83,15 @@ SMALL: dict[str, dict[str, Any]] = {  # sizes of families that others of their o
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
 }
+SWEPT = (
+    "dbrx",
+    "glm_moe_dsa",
+    "jamba",
+    "llama4_text",
+    "mimo_v2_flash",
+    "minimax_m2",
+    "nemotron_h",
+)  # small as in the sweep
 UNREADABLE = (
     "gradient_accumulation_steps",
     "warmup_steps",
@@ -169,9 +179,20 @@ def make_tiny(name: str, into: Path, images: str | None = None) -> Path:
         sizes = {"vocab_size": len(tokenizer), "initializer_range": 0.02}
         sizes |= {"vocab_size_per_layer_input": len(tokenizer)} if family == "gemma4_text" else {}
         sizes |= SMALL.get(family, {})
-        build(family, **sizes).save_pretrained(folder)
+        model = build_swept(family, **sizes) if family in SWEPT else build(family, **sizes)
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
+
+
+def build_swept(family: str, **sizes: Any) -> Any:
+    """As `build`, with the sizes of tests/models/sweep.py."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(family)
+    for key, value in sizes.items():
+        setattr(config, key, value)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def write_layout(name: str, place: Path) -> Path:

@@ -775,8 +775,8 @@ def test_references_are_resolved(converted: Convert) -> None:
             "2507: audio: not supported",
         ),
         (
-            AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "meta-llama/Llama-4-Scout-17B-16E"),
-            "16E: mixtures of experts whose weights are quantized, or not tried yet: not supported",
+            AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "deepseek-ai/DeepSeek-V4-Flash"),
+            "Flash: mixtures of experts whose files or code are of another kind, or not tried yet: not supported",
         ),
         (LLAMA_FACTORY.replace("stage: sft", "stage: ppo"), "stage: ppo: online RL"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "OFT"),
@@ -999,9 +999,24 @@ def test_a_published_model_is_a_mixture_or_dense_by_its_own_config(converted: Co
     )
     for name in ("nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "XiaomiMiMo/MiMo-7B-Base"):
         assert converted(theirs.replace("{}", name))[0]["model_name_or_path"] == name
-    assert "mixtures of experts whose weights are quantized, or not tried yet" in refused(
-        theirs.replace("{}", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16") + "load_in_4bit: true\n", tmp_path
-    )
+    nano = theirs.replace("{}", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16").replace("adapter: lora", "adapter: qlora")
+    assert "a mixture's experts are quantized here too" in converted(nano + "load_in_4bit: true\n")[1]
+
+
+def test_a_mixture_whose_config_is_at_hand_is_judged_by_it(converted: Convert, tmp_path: Path) -> None:
+    """Whatever its name says."""
+    folder = tmp_path / "ling-mini-awq"
+    folder.mkdir()
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+        "num_local_experts": 4,
+    }
+    (folder / "config.json").write_text(json.dumps(sizes | {"model_type": "mixtral"}))
+    ours, _, _ = converted(AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", str(folder)))
+    assert ours["model_name_or_path"] == str(folder)
 
 
 def test_a_mixture_in_few_bits_is_converted_with_its_experts(converted: Convert, tmp_path: Path) -> None:
@@ -1068,18 +1083,12 @@ def test_what_a_schedule_and_a_decay_do_otherwise_is_said(converted: Convert) ->
     assert "from a tenth of the rate" not in said and "decayed" not in said
 
 
-def test_a_mixture_that_is_dequantized_there_is_named_in_bf16_here(converted: Convert) -> None:
-    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "openai/gpt-oss-20b")
-    _, said, _ = converted(theirs + "model_quantization_config_kwargs: {dequantize: true}\n")
-    assert "openai/gpt-oss-20b is stored in MXFP4 and dequantized there; name a copy in bf16" in said
-    _, said, _ = converted(
-        AUTOMODEL.replace("org/model}", "openai/gpt-oss-20b}")
-    )  # its state dict adapter dequantizes always
-    assert "name a copy in bf16" in said
+def test_mixtures_that_are_published_in_fp8_or_mxfp4_are_read_as_they_are(converted: Convert) -> None:
+    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "{}")
+    for name in ("openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V3", "MiniMaxAI/MiniMax-M2", "Qwen/Qwen3-30B-A3B-FP8"):
+        assert converted(theirs.replace("{}", name))[0]["model_name_or_path"] == name
     sinks = AUTOMODEL.replace("org/model}", "openai/gpt-oss-20b, attn_implementation: sdpa}")
     assert "attn_implementation" not in converted(sinks)[0]  # transformers' gpt_oss: _supports_sdpa = False
-    ours, said, _ = converted(theirs.replace("openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"))
-    assert ours["model_name_or_path"] == "unsloth/gpt-oss-20b-BF16" and "MXFP4" not in said
 
 
 def test_automodels_lengths(converted: Convert) -> None:
