@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -182,10 +183,42 @@ def compare(family: str) -> dict[str, Any]:
     return result
 
 
+def compare_quantized(family: str) -> float:
+    """How far the loss with linear layers in 4 bits, whose weights some kernels read themselves, is from the loss of the same
+    numbers in plain layers."""
+    from finetune.config.schema import Quantization
+    from finetune.models.quantized.linear import (
+        CODES,
+        SCALES,
+        QuantizedLinear,
+        dequantize_tensor,
+        linear_layers,
+        quantize_tensor,
+    )
+    from tests.models.families import documents, ours, packed, plain_loss, relative_error
+    from tests.models.test_recurrent import build
+
+    nf4 = Quantization(load_in_4bit=True)
+    plain, model = build(family), build(family)
+    for (name, linear), (_, other) in zip(linear_layers(model), linear_layers(plain), strict=True):
+        whole = quantize_tensor(linear.weight.detach(), nf4)
+        other.weight.data = dequantize_tensor(whole, torch.float32)
+        layer = QuantizedLinear(linear, nf4, torch.float32)
+        for part, held in ((CODES, whole.codes), (SCALES, whole.scales)):
+            filled = F.pad(held, (0, -held.numel() % 4)).view(torch.float32)
+            setattr(layer, part, torch.nn.Parameter(filled, requires_grad=False))
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer)
+    return relative_error(ours(model)(**packed(documents())), plain_loss(plain, documents()))
+
+
 if __name__ == "__main__":
     install()
     import transformers.models.bamba.modeling_bamba
     import transformers.models.lfm2.modeling_lfm2
     import transformers.models.qwen3_next.modeling_qwen3_next  # noqa: F401
 
-    print(json.dumps({family: compare(family) for family in sys.argv[1:]}))
+    found = {family: compare(family) for family in sys.argv[1:]}
+    if find_spec("bitsandbytes") is not None:
+        found = {family: each | {"quantized": compare_quantized(family)} for family, each in found.items()}
+    print(json.dumps(found))

@@ -34,6 +34,13 @@ def test_losses_and_gradients_are_those_of_one_document_at_a_time(family: str, f
     assert found[family]["without"] > 100 * CLOSE
 
 
+@pytest.mark.parametrize("family", [*KERNELS, *AT_A_TIME])
+def test_a_kernel_that_reads_a_weight_gets_the_dequantized_one(family: str, found: dict[str, Any]) -> None:
+    """Mamba's read that of the output projection, whose layer is not called."""
+    pytest.importorskip("bitsandbytes")
+    assert found[family]["quantized"] < CLOSE
+
+
 @pytest.mark.parametrize("family", KERNELS)
 def test_every_call_receives_the_boundaries(family: str, found: dict[str, Any]) -> None:
     assert found[family]["calls"].keys() == KERNELS[family]
