@@ -36,7 +36,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": GROUPED | MLA | {"head_dim": 8, "num_key_value_heads": 4},
     "gpt_oss": {"num_local_experts": 5, "sliding_window": 16},
     "dbrx": {
-        **{"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256},
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 256,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 5, "moe_top_k": 2},
     },
