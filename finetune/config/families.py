@@ -99,6 +99,12 @@ class Family:
     llama_cpp: LlamaCpp | None = None  # None: not exported as GGUF
 
     @property
+    def opens_in_mlx(self) -> bool:
+        """Whether mlx-lm is known to compute what transformers does (tests/export/test_mlx.py): those of GGUF but
+        Gemma 2, whose logits differ by 0.4%, and Qwen3 MoE, which does not open."""
+        return self.llama_cpp is not None and self.llama_cpp.architecture not in ("gemma2", "qwen3moe")
+
+    @property
     def is_planned(self) -> bool:
         """Whether the plan knows its layers, and transformers has a class of it."""
         return bool(self.defaults) and not self.is_of_vision

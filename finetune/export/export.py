@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from finetune.config.families import find_family
 from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
 from finetune.export.card import has_chat_template, has_tokenizer, write_metadata
@@ -156,8 +157,15 @@ def _find_commands(
     opened = [name for name in ("safetensors", COMPRESSED) if name in options.formats]
     if opened:
         folder = output / COMPRESSED if "safetensors" not in opened and not is_alone(COMPRESSED, options) else output
+        config = target.config_json
+        family, rope = find_family(str(config.get("model_type"))), config.get("rope_parameters") or {}
         commands |= use_model(
-            folder, has_template=has_chat_template(source.description), is_vision_language=bool(target.beside)
+            folder,
+            has_template=has_chat_template(source.description),
+            is_vision_language=bool(target.beside),
+            opens_in_mlx="safetensors" in opened
+            and family.opens_in_mlx
+            and not {"attention_factor", "long_factor"} & rope.keys(),
         )
     return commands | of_files
 

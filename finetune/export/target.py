@@ -65,9 +65,22 @@ class TargetModel:
                 part |= {key: name for key in ("dtype", "torch_dtype") if key in part}
             if part.get("use_cache") is False:
                 part["use_cache"] = True  # training turned it off; generation needs it
+            _add_rope_of_transformers_4(part)
         if not trust_remote_code:
             config.pop("auto_map", None)  # the code that it names is not in the folder, and transformers has the class
         return config
+
+
+def _add_rope_of_transformers_4(config: dict[str, Any]) -> None:
+    """Adds the keys that readers without transformers 5 look for (mlx-lm): else they take their own frequencies."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return
+    config.setdefault("rope_theta", rope["rope_theta"])
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        rest = {key: value for key, value in rope.items() if key != "rope_theta"}
+        config.setdefault("rope_scaling", rest | {"type": kind})
 
 
 def import_transformers() -> None:

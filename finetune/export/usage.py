@@ -10,7 +10,9 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 QUESTION = "What can you do?"
 
 
-def use_model(folder: Path, *, has_template: bool, is_vision_language: bool) -> dict[str, str]:
+def use_model(
+    folder: Path, *, has_template: bool, is_vision_language: bool, opens_in_mlx: bool = False
+) -> dict[str, str]:
     """The commands that use a Hugging Face folder, by the program."""
     asked = f"[dict(role='user', content='{QUESTION}')]" if has_template else f"'{QUESTION}'"
     answer = "[0]['generated_text'][-1]['content']" if has_template else "[0]['generated_text']"
@@ -19,7 +21,10 @@ def use_model(folder: Path, *, has_template: bool, is_vision_language: bool) -> 
     commands = {"transformers": f'python -c "{code}"' if is_plain else shlex.join(["python", "-c", code])}
     if is_vision_language:  # which takes images, and another pipeline
         commands = {"transformers": f"finetune chat {shlex.quote(str(folder))}"}
-    return commands | {"vLLM": f"vllm serve {shlex.quote(str(folder))}"}
+    commands |= {"vLLM": f"vllm serve {shlex.quote(str(folder))}"}
+    if opens_in_mlx and not is_vision_language:
+        commands["MLX"] = shlex.join(["mlx_lm.generate", "--model", str(folder), "--prompt", QUESTION])
+    return commands
 
 
 def use_adapter(folder: Path, base: str | None, config: Mapping[str, Any]) -> dict[str, str]:

@@ -64,7 +64,7 @@ def test_transformers_reads_the_same_model_and_tokens_from_gguf(
     assert said[1].startswith(f"{out}/out-F32.gguf: ") and "not run under llama.cpp, which is not installed" in said[1]
     assert (
         said[2].startswith("use     transformers")
-        and said[4] == f"        llama.cpp     llama-server -m {out}/out-F32.gguf"
+        and said[5] == f"        llama.cpp     llama-server -m {out}/out-F32.gguf"
     )
     exec(shlex.split(said[2])[-1])
     assert capsys.readouterr().out.strip()  # an answer
