@@ -223,7 +223,9 @@ def _fsdp2(
     layers = decoder_layers(model)
     divide_matrices(model, world)
     keep_own_layers(model, layers, world)
-    world.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(classes)
+    plugin: Any = world.accelerator.state.fsdp_plugin
+    plugin.transformer_cls_names_to_wrap = list(classes)
+    plugin.ignored_modules = find_unmanaged(model, world)
     with _keep_recipe_dtype(world):
         fsdp2_prepare_model(world.accelerator, model)
     parameters_on = torch.device("cpu") if world.sharding.cpu_offload else world.device
@@ -233,6 +235,22 @@ def _fsdp2(
     if not has_trained(model):  # no backward comes to free what stays gathered until then
         model.set_reshard_after_forward(True)
     return model
+
+
+def find_unmanaged(model: nn.Module, world: World) -> list[nn.Module]:
+    """The modules that FSDP2 need not manage: frozen ones in a shard group of one rank, in the dtype of the
+    computation. Nothing is gathered there, but FSDP2 copies each parameter at every forward and backward all the same.
+    """
+    sharding = world.sharding
+    if world.shard_group_size > 1 or sharding.cpu_offload or sharding.fp8 is not None or sharding.divides_matrices:
+        return []
+    policy = world.accelerator.state.fsdp_plugin.mixed_precision_policy
+
+    def is_managed(parameter: nn.Parameter) -> bool:
+        is_cast = policy is not None and parameter.is_floating_point() and parameter.dtype != policy.param_dtype
+        return parameter.requires_grad or is_cast
+
+    return [module for module in model.modules() if not any(map(is_managed, module.parameters()))]
 
 
 def _overlap_collectives(model: Any, world: World) -> None:

@@ -316,7 +316,11 @@ def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
 
 
 def _plan_units(spec: RunSpec) -> LayoutMemory:
-    u = split_into_units(spec.part, spec.part_tensors, spec.sharding, spec.fp8_gathered, spec.shards)
+    tensors = spec.part_tensors
+    if spec.shards == 1 and spec.sharding.layout == "fsdp2" and not (spec.sharding.cpu_offload or spec.fp8_gathered):
+        frozen = spec.computation.itemsize  # what is frozen in the dtype of the computation is not copied
+        tensors = tuple(tensor for tensor in tensors if tensor.trainable or tensor.itemsize != frozen)
+    u = split_into_units(spec.part, tensors, spec.sharding, spec.fp8_gathered, spec.shards)
     size, reduced, is_split = spec.computation.itemsize, ITEMSIZE[spec.reduced_dtype], spec.shards > 1
 
     def unit(of: Unit, names: Sequence[str], unshared: int = 0) -> UnitMemory:
