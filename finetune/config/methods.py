@@ -91,70 +91,41 @@ else:
     LossName = Literal[(*PAIR_LOSSES, *POLICY_LOSSES)]
 
 
+# A key: its type and marks, then its help and default.
+# fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """What the model learns from: answers, pairs of answers, rated answers, or another model."""
 
-    method: Annotated[
-        MethodName, SameOnResume, "; ".join(f"{name}: {facts.says}" for name, facts in METHODS.items()) + "."
-    ] = DEFAULT_METHOD
-    beta: Annotated[
-        float,
-        Ge(0),
-        SameOnResume,
+    method: Annotated[MethodName, SameOnResume,
+        "; ".join(f"{name}: {facts.says}" for name, facts in METHODS.items()) + "."] = DEFAULT_METHOD
+    beta: Annotated[float, Ge(0), SameOnResume,
         "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds ratio; simpo: the "
-        "scale of the rewards; grpo: the weight of the KL divergence from the reference, 0 unless it is given.",
-    ] = 0.1
-    loss_type: Annotated[
-        LossName,
-        SameOnResume,
+        "scale of the rewards; grpo: the weight of the KL divergence from the reference, 0 unless it is given."] = 0.1
+    loss_type: Annotated[LossName, SameOnResume,
         "dpo: the loss of a pair; sigmoid is the paper's. grpo, on_policy_distill: of sampled completions, "
-        f"{DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers.",
-    ] = "sigmoid"
-    rpo_alpha: Annotated[
-        float | None,
-        Gt(0),
-        SameOnResume,
-        "dpo: add the cross entropy of the chosen answers, times this (RPO).",
-    ] = None
-    simpo_gamma: Annotated[
-        float, Ge(0), SameOnResume, "simpo: how much larger the reward of the chosen answer should be."
-    ] = 0.5
+        f"{DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers."] = "sigmoid"
+    rpo_alpha: Annotated[float | None, Gt(0), SameOnResume,
+        "dpo: add the cross entropy of the chosen answers, times this (RPO)."] = None
+    simpo_gamma: Annotated[float, Ge(0), SameOnResume,
+        "simpo: how much larger the reward of the chosen answer should be."] = 0.5
     desirable_weight: Annotated[float, Ge(0), SameOnResume, "kto: the weight of answers rated good."] = 1.0
     undesirable_weight: Annotated[float, Ge(0), SameOnResume, "kto: the weight of answers rated bad."] = 1.0
-    teacher_model_name_or_path: Annotated[
-        str | None, FileOrName, SameOnResume, "The teacher of a distillation, with the same tokenizer and vocabulary."
-    ] = None
-    teacher_model_revision: Annotated[str | None, SameOnResume, "The hub revision of teacher_model_name_or_path."] = (
-        None
-    )
-    teacher_load_in_4bit: Annotated[
-        bool,
-        SameOnResume,
-        "Keep the teacher's linear layers in 4 bits (nf4, double quantization); needs bitsandbytes.",
-    ] = False
-    distill_beta: Annotated[
-        float,
-        Ge(0),
-        Le(1),
-        SameOnResume,
+    teacher_model_name_or_path: Annotated[str | None, FileOrName, SameOnResume,
+        "The teacher of a distillation, with the same tokenizer and vocabulary."] = None
+    teacher_model_revision: Annotated[str | None, SameOnResume,
+        "The hub revision of teacher_model_name_or_path."] = None
+    teacher_load_in_4bit: Annotated[bool, SameOnResume,
+        "Keep the teacher's linear layers in 4 bits (nf4, double quantization); needs bitsandbytes."] = False
+    distill_beta: Annotated[float, Ge(0), Le(1), SameOnResume,
         "distill: 0 is the forward KL divergence, 1 the reverse, between them the generalized Jensen-Shannon "
-        "divergence.",
-    ] = 0.5
-    temperature: Annotated[
-        float,
-        Gt(0),
-        SameOnResume,
+        "divergence."] = 0.5
+    temperature: Annotated[float, Gt(0), SameOnResume,
         "What logits are divided by: distill: those of teacher and student; grpo, on_policy_distill: all, in sampling "
-        "and in training.",
-    ] = 1.0
-    distill_alpha: Annotated[
-        float,
-        Gt(0),
-        Le(1),
-        SameOnResume,
-        "distill: the weight of the divergence; the rest is the weight of the labels' cross entropy.",
-    ] = 1.0
+        "and in training."] = 1.0
+    distill_alpha: Annotated[float, Gt(0), Le(1), SameOnResume,
+        "distill: the weight of the divergence; the rest is the weight of the labels' cross entropy."] = 1.0
+# fmt: on
 
 
 # The keys of an entry of `datasets` that name columns of only some rows.

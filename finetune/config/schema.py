@@ -41,79 +41,54 @@ from finetune.config.schedules import (
 )
 
 
+# A key: its type and marks, then its help and default.
+# fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimization:
     """How the parameters move."""
 
     num_train_epochs: Annotated[float, Gt(0), SameOnResume, "How often the data is gone through."] = 1.0
-    max_steps: Annotated[
-        Positive | None,
-        SameOnResume,
-        ReadAs(-1, None),
-        "Optimizer steps; overrides num_train_epochs. null, or -1 as in Transformers: num_train_epochs decides.",
-    ] = None
+    max_steps: Annotated[Positive | None, SameOnResume, ReadAs(-1, None),
+        "Optimizer steps; overrides num_train_epochs. null, or -1 as in Transformers: num_train_epochs decides."] = None
     learning_rate: Annotated[float, Gt(0), "The peak learning rate."] = 2e-5
-    lr_scheduler_type: Annotated[
-        ScheduleName, *(ReadAs(short, name) for short, name in SHORT_NAMES.items()), SCHEDULE_HELP
-    ] = DEFAULT_SCHEDULE
+    lr_scheduler_type: Annotated[ScheduleName, *(ReadAs(short, name) for short, name in SHORT_NAMES.items()),
+        SCHEDULE_HELP] = DEFAULT_SCHEDULE
     lr_scheduler_kwargs: Annotated[dict[str, float | str] | None, ARGUMENTS_HELP] = None
     min_lr_ratio: Annotated[float, Ge(0), Le(1), "The schedule ends at learning_rate times this."] = 0.0
-    warmup_ratio: Annotated[
-        float, Ge(0), Le(1), "The share of the steps that warm up; ignored where warmup_steps is set."
-    ] = 0.03
+    warmup_ratio: Annotated[float, Ge(0), Le(1),
+        "The share of the steps that warm up; ignored where warmup_steps is set."] = 0.03
     warmup_steps: Annotated[int | None, Ge(0), "The steps that warm up."] = None
     optim: Annotated[OptimizerName, OPTIMIZER_HELP] = DEFAULT_OPTIMIZER
-    optim_offload: Annotated[
-        Literal["none", "nvme"],
+    optim_offload: Annotated[Literal["none", "nvme"],
         "Where the optimizer's state is. none: in memory. nvme: its moments, and fp32 master weights where "
         "mixed_precision is on, are in files under offload_dir; a step reads and writes them one decoder layer after "
-        f"another. Under FSDP2, with {KEPT_IN_FILES}.",
-    ] = "none"
-    offload_dir: Annotated[
-        str | None,
+        f"another. Under FSDP2, with {KEPT_IN_FILES}."] = "none"
+    offload_dir: Annotated[str | None,
         "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end with the run; a "
-        "checkpoint needs none of them.",
-    ] = None
-    weight_decay: Annotated[
-        float, Ge(0), f"Weight decay, on matrices only (not on norms and biases); decoupled, but for {COUPLED_DECAY}."
-    ] = 0.0
+        "checkpoint needs none of them."] = None
+    weight_decay: Annotated[float, Ge(0),
+        f"Weight decay, on matrices only (not on norms and biases); decoupled, but for {COUPLED_DECAY}."] = 0.0
     adam_beta1: Annotated[float, Ge(0), Lt(1), "Decay of the first moment."] = 0.9
     adam_beta2: Annotated[float, Ge(0), Lt(1), "Decay of the second moment."] = 0.999
     adam_epsilon: Annotated[float, Gt(0), "Added to the root of the second moment."] = 1e-8
-    neftune_noise_alpha: Annotated[
-        float | None,
-        Gt(0),
-        SameOnResume,
+    neftune_noise_alpha: Annotated[float | None, Gt(0), SameOnResume,
         "NEFTune: uniform noise on the embeddings while training, at most this over the root of the document's "
-        "tokens times the hidden size.",
-    ] = None
-    label_smoothing: Annotated[
-        float,
-        Ge(0),
-        Lt(1),
-        SameOnResume,
+        "tokens times the hidden size."] = None
+    label_smoothing: Annotated[float, Ge(0), Lt(1), SameOnResume,
         "Train on this share of an even distribution over the vocabulary beside each label, as torch's "
-        "cross_entropy; the held-out loss is without it.",
-    ] = 0.0
-    token_loss: Annotated[
-        Literal["cross_entropy", "dft", "eaft"],
-        SameOnResume,
+        "cross_entropy; the held-out loss is without it."] = 0.0
+    token_loss: Annotated[Literal["cross_entropy", "dft", "eaft"], SameOnResume,
         "What the cross entropy of a trained token is weighted by, which gets no gradient. cross_entropy: nothing; "
         "dft: the token's probability; eaft: the entropy of the 20 likeliest tokens over 3. The held-out loss is "
-        "without it.",
-    ] = "cross_entropy"
+        "without it."] = "cross_entropy"
     eaft_alpha: Annotated[float, Gt(0), SameOnResume, "token_loss: eaft: the exponent of the weight."] = 1.0
-    optim_in_backward: Annotated[
-        bool,
+    optim_in_backward: Annotated[bool,
         "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient: the "
         "gradients of the whole model are never in memory together. For steps of one micro-batch, with "
-        "max_grad_norm: null, in one process or under FSDP2.",
-    ] = False
+        "max_grad_norm: null, in one process or under FSDP2."] = False
     max_grad_norm: Annotated[float | None, Gt(0), "The gradient is scaled down to this norm; null: no clipping."] = 1.0
-    on_nonfinite: Annotated[
-        Literal["stop", "skip"],
-        "What is done at a step whose loss or gradient is not finite: the update is never made.",
-    ] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip"],
+        "What is done at a step whose loss or gradient is not finite: the update is never made."] = "stop"
     max_skipped_steps: Annotated[Positive, "Under on_nonfinite: skip, stop the run after this many skipped steps."] = 10
 
     def schedule(self, steps: int) -> Schedule:
@@ -135,47 +110,27 @@ class Optimization:
 class Lora:
     """Low-rank adapters instead of full fine-tuning."""
 
-    use_peft: Annotated[bool, SameOnResume, "Train LoRA adapters on a frozen bf16 base instead of all parameters."] = (
-        False
-    )
-    adapter_name_or_path: Annotated[
-        str | None,
-        FileOrName,
-        SameOnResume,
+    use_peft: Annotated[bool, SameOnResume,
+        "Train LoRA adapters on a frozen bf16 base instead of all parameters."] = False
+    adapter_name_or_path: Annotated[str | None, FileOrName, SameOnResume,
         "A LoRA adapter to train further: a PEFT folder, a run or a hub name. Rank, alpha, targets and the rest are "
-        "taken from its adapter_config.json; what the recipe sets as well must agree.",
-    ] = None
+        "taken from its adapter_config.json; what the recipe sets as well must agree."] = None
     lora_r: Annotated[Positive, SameOnResume, "The rank of the adapters."] = 16
     lora_alpha: Annotated[Positive, SameOnResume, "The adapters are scaled by lora_alpha / lora_r."] = 32
     lora_dropout: Annotated[float, Ge(0), Lt(1), SameOnResume, "Dropout on the adapters' input."] = 0.0
-    lora_target_modules: Annotated[
-        Literal["all-linear"] | tuple[str, ...],
-        SameOnResume,
-        "The linear layers that get adapters, by the end of their names.",
-    ] = "all-linear"
-    lora_target_parameters: Annotated[
-        tuple[str, ...],
-        SameOnResume,
+    lora_target_modules: Annotated[Literal["all-linear"] | tuple[str, ...], SameOnResume,
+        "The linear layers that get adapters, by the end of their names."] = "all-linear"
+    lora_target_parameters: Annotated[tuple[str, ...], SameOnResume,
         "Parameters that get adapters, by the end of their names: those that hold all experts of a layer of a mixture "
-        "(experts.gate_up_proj, experts.down_proj). Not under FSDP1.",
-    ] = ()
-    rank_pattern: Annotated[
-        dict[str, Positive] | None,
-        ModulePatterns,
-        SameOnResume,
+        "(experts.gate_up_proj, experts.down_proj). Not under FSDP1."] = ()
+    rank_pattern: Annotated[dict[str, Positive] | None, ModulePatterns, SameOnResume,
         "The rank of some adapters in place of lora_r, by patterns for the end of their modules' names: {q_proj: 32, "
-        "layers.0.mlp.*_proj: 4}.",
-    ] = None
-    alpha_pattern: Annotated[dict[str, Positive] | None, ModulePatterns, SameOnResume, "The same for lora_alpha."] = (
-        None
-    )
-    modules_to_save: Annotated[
-        tuple[str, ...],
-        ModulePatterns,
-        SameOnResume,
+        "layers.0.mlp.*_proj: 4}."] = None
+    alpha_pattern: Annotated[dict[str, Positive] | None, ModulePatterns, SameOnResume,
+        "The same for lora_alpha."] = None
+    modules_to_save: Annotated[tuple[str, ...], ModulePatterns, SameOnResume,
         "Modules of the base that are trained whole, in float32, beside the adapters, by patterns for the end of their "
-        "names: embed_tokens, lm_head.",
-    ] = ()
+        "names: embed_tokens, lm_head."] = ()
     use_rslora: Annotated[bool, SameOnResume, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilized LoRA)."] = False
     use_dora: Annotated[bool, SameOnResume, "Train magnitude and direction separately (DoRA)."] = False
 
@@ -190,23 +145,15 @@ class Lora:
 class Quantization:
     """A base model in 4 or 8 bits under LoRA's adapters (QLoRA), by bitsandbytes."""
 
-    load_in_4bit: Annotated[
-        bool,
-        SameOnResume,
+    load_in_4bit: Annotated[bool, SameOnResume,
         "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head stay in the compute "
-        "dtype. Needs the bitsandbytes package; not under FSDP1.",
-    ] = False
-    load_in_8bit: Annotated[
-        bool,
-        SameOnResume,
-        "The same in 8 bits: each row scaled as in LLM.int8, multiplied in the compute dtype.",
-    ] = False
-    bnb_4bit_quant_type: Annotated[
-        Literal["nf4", "fp4"], SameOnResume, "The 16 values of 4 bits: nf4 (for normally distributed weights) or fp4."
-    ] = "nf4"
-    bnb_4bit_use_double_quant: Annotated[
-        bool, SameOnResume, "Quantize the scales of 4 bits as well: 0.37 bits less for each parameter."
-    ] = False
+        "dtype. Needs the bitsandbytes package; not under FSDP1."] = False
+    load_in_8bit: Annotated[bool, SameOnResume,
+        "The same in 8 bits: each row scaled as in LLM.int8, multiplied in the compute dtype."] = False
+    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], SameOnResume,
+        "The 16 values of 4 bits: nf4 (for normally distributed weights) or fp4."] = "nf4"
+    bnb_4bit_use_double_quant: Annotated[bool, SameOnResume,
+        "Quantize the scales of 4 bits as well: 0.37 bits less for each parameter."] = False
 
     @property
     def bits(self) -> Literal[4, 8] | None:
@@ -218,22 +165,15 @@ class Quantization:
 class QuantizationAware:
     """Training for a model that will be quantized, by torchao (QAT): docs/quantization.md."""
 
-    quantization_aware_training: Annotated[
-        SchemeName | None,
-        SameOnResume,
+    quantization_aware_training: Annotated[SchemeName | None, SameOnResume,
         "Round the weights of linear layers, and the inputs where two numbers are named, in every forward as this "
         "scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and weights of 4. The output head stays as "
         "it is. What is trained and saved has full precision; export_formats: [safetensors, compressed-tensors] "
-        "quantizes it.",
-    ] = None
-    qat_group_size: Annotated[
-        Positive | None,
-        SameOnResume,
-        "Numbers of a weight's row that share one scale; null: the row. It must divide the inputs of every layer.",
-    ] = 32
-    fake_quant_after_n_steps: Annotated[
-        int, Ge(0), SameOnResume, "Round only after this many optimizer steps, when the weights have settled."
-    ] = 0
+        "quantizes it."] = None
+    qat_group_size: Annotated[Positive | None, SameOnResume,
+        "Numbers of a weight's row that share one scale; null: the row. It must divide the inputs of every layer."] = 32
+    fake_quant_after_n_steps: Annotated[int, Ge(0), SameOnResume,
+        "Round only after this many optimizer steps, when the weights have settled."] = 0
 
 
 PipelineSchedule = Literal["1f1b", "interleaved_1f1b"]
@@ -246,51 +186,35 @@ class DatasetSource:
     """One entry of `datasets` or `eval_datasets`."""
 
     path: Annotated[str, FileOrName, "A file, glob, folder or hub name; must be given, or function."] = ""
-    function: Annotated[
-        str | None,
-        PythonName,
+    function: Annotated[str | None, PythonName,
         "A function of a file of yours that yields the rows, such as my_data.py:rows. The same rows at each call: they "
-        "are read again where they are counted, and their tokens are kept until the file changes.",
-    ] = None
+        "are read again where they are counted, and their tokens are kept until the file changes."] = None
     name: Annotated[str | None, "The hub data set's configuration."] = None
     split: Annotated[str, "Which split, slices such as train[:5%] included."] = "train"
     type: Annotated[FormatName | None, "The rows' format; null: recognized from the columns."] = None
-    weight: Annotated[
-        float,
-        Gt(0),
-        Le(100_000),
-        "How often the rows of this source are read in an epoch: 0.5 reads half of them, 2 reads each twice.",
-    ] = 1.0
-    max_samples: Annotated[
-        Positive | None,
+    weight: Annotated[float, Gt(0), Le(100_000),
+        "How often the rows of this source are read in an epoch: 0.5 reads half of them, 2 reads each twice."] = 1.0
+    max_samples: Annotated[Positive | None,
         "Read this many of the rows, drawn by the seed; null: all. Of a stream the first ones, since to draw them it "
-        "would have to be read to its end.",
-    ] = None
+        "would have to be read to its end."] = None
     messages_column: Annotated[str | None, "The column that holds the messages, where it is not named as usual."] = None
     prompt_column: Annotated[str | None, "The column that holds the prompt or question."] = None
     completion_column: Annotated[str | None, "The column that holds the completion or answer."] = None
     text_column: Annotated[str | None, "The column that holds plain text."] = None
-    chosen_column: Annotated[
-        str | None, "The column that holds the better answer of a pair, or the conversation that ends in it."
-    ] = None
+    chosen_column: Annotated[str | None,
+        "The column that holds the better answer of a pair, or the conversation that ends in it."] = None
     rejected_column: Annotated[str | None, "The column that holds the worse one."] = None
-    label_column: Annotated[
-        str | None, "The column that rates an answer: true for a good one, false for a bad one."
-    ] = None
-    image_folder: Annotated[
-        str | None, FileName, "Where the paths of images begin; null: the folder of the file that names them."
-    ] = None
-    alpaca_prompt: Annotated[
-        bool,
+    label_column: Annotated[str | None,
+        "The column that rates an answer: true for a good one, false for a bad one."] = None
+    image_folder: Annotated[str | None, FileName,
+        "Where the paths of images begin; null: the folder of the file that names them."] = None
+    alpaca_prompt: Annotated[bool,
         "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), "
-        "inside the user's turn; chat_template: alpaca writes that wording without turns.",
-    ] = False
+        "inside the user's turn; chat_template: alpaca writes that wording without turns."] = False
 
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None,
+    chat_template_kwargs: Annotated[dict[str, Any] | None,
         "What the chat template reads beside the messages, as enable_thinking: false. A row's own "
-        "chat_template_kwargs come before these.",
-    ] = None
+        "chat_template_kwargs come before these."] = None
 
     @property
     def origin(self) -> str:
@@ -304,130 +228,76 @@ class Data:
 
     datasets: Annotated[tuple[DatasetSource, ...], SameOnResume, "What is trained on."] = ()
     eval_datasets: Annotated[tuple[DatasetSource, ...], "What the held-out loss is measured on."] = ()
-    eval_split_size: Annotated[
-        float | None,
-        Gt(0),
-        SameOnResume,
-        "Held out from datasets where no eval_datasets are named: a share below 1, else a count of rows.",
-    ] = None
-    chat_template: Annotated[
-        str | None,
-        FileOrName,
-        SameOnResume,
+    eval_split_size: Annotated[float | None, Gt(0), SameOnResume,
+        "Held out from datasets where no eval_datasets are named: a share below 1, else a count of rows."] = None
+    chat_template: Annotated[str | None, FileOrName, SameOnResume,
         "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, qwen3 or "
-        "alpaca (all are in docs/data.md), a file, or inline Jinja.",
-    ] = None
-    chat_template_date: Annotated[
-        str | None,
-        SameOnResume,
+        "alpaca (all are in docs/data.md), a file, or inline Jinja."] = None
+    chat_template_date: Annotated[str | None, SameOnResume,
         "The day, as 2026-01-31, that a chat template writes which asks for today's (Llama 3.2's, SmolLM3's, "
-        "Granite's do); null: the day on which the run begins, for all of its ranks and restarts.",
-    ] = None
-    max_length: Annotated[
-        int,
-        Gt(1),
-        Le(1_000_000_000),
-        SameOnResume,
-        "Tokens in a row, and at most in an example; of a pair at most in each side, and a row holds twice as many.",
+        "Granite's do); null: the day on which the run begins, for all of its ranks and restarts."] = None
+    max_length: Annotated[int, Gt(1), Le(1_000_000_000), SameOnResume,
+        "Tokens in a row, and at most in an example; of a pair at most in each side, and a row holds twice as many."
     ] = 2048
     packing: Annotated[bool, SameOnResume, "Fill rows with several examples, isolated from each other."] = True
-    overlength: Annotated[
-        Literal["truncate", "drop", "split", "error"] | None,
-        SameOnResume,
+    overlength: Annotated[Literal["truncate", "drop", "split", "error"] | None, SameOnResume,
         "What is done with an example of more than max_length tokens; always reported. null: plain text is split and "
-        "anything else truncated.",
-    ] = None
+        "anything else truncated."] = None
     assistant_only_loss: Annotated[bool, SameOnResume, "In conversations, train only on the assistant's turns."] = True
-    turns: Annotated[
-        Turns,
-        SameOnResume,
+    turns: Annotated[Turns, SameOnResume,
         "How the turns of a conversation become documents. whole: one document, as the chat template writes the "
         "conversation. split: a document for each of the assistant's turns, with the prompt that the model has when "
         "it is asked for that turn. auto: whole where each turn has that prompt anyway, else as few documents as "
-        "give it. last: the last turn alone.",
-    ] = "auto"
-    train_on_reasoning: Annotated[
-        bool,
-        SameOnResume,
-        "Train on the words of the answers' reasoning too; false: on the tags around it and the rest.",
-    ] = True
-    on_bad_row: Annotated[
-        Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
-    ] = "error"
+        "give it. last: the last turn alone."] = "auto"
+    train_on_reasoning: Annotated[bool, SameOnResume,
+        "Train on the words of the answers' reasoning too; false: on the tags around it and the rest."] = True
+    on_bad_row: Annotated[Literal["error", "skip"], SameOnResume,
+        "What is done with a row that fits no known format; skips are counted."] = "error"
     streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
     dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; null: one for each core."] = None
     dataset_cache_dir: Annotated[str | None, "Where tokenized rows are kept; null: in the Hugging Face cache."] = None
-    dataloader_num_workers: Annotated[
-        int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
-    ] = 1
+    dataloader_num_workers: Annotated[int, Ge(0),
+        "Threads that build batches ahead of the step; 0 builds them in the loop."] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """Which model is trained, and from what."""
 
-    model_name_or_path: Annotated[
-        str | None, FileOrName, SameOnResume, "A hub name or a local folder with config.json and safetensors."
-    ] = None
-    model_config: Annotated[
-        dict[str, Any] | None,
-        SameOnResume,
-        "An inline architecture to train from random weights, as in config.json; model_type is required.",
-    ] = None
+    model_name_or_path: Annotated[str | None, FileOrName, SameOnResume,
+        "A hub name or a local folder with config.json and safetensors."] = None
+    model_config: Annotated[dict[str, Any] | None, SameOnResume,
+        "An inline architecture to train from random weights, as in config.json; model_type is required."] = None
     model_revision: Annotated[str | None, SameOnResume, "The hub revision of model_name_or_path."] = None
-    drop_vision: Annotated[
-        bool,
-        SameOnResume,
+    drop_vision: Annotated[bool, SameOnResume,
         "Of a vision-language checkpoint train the language model alone, as the family's text class: the export is "
-        "that class's, and takes no images.",
-    ] = False
-    tokenizer_name_or_path: Annotated[str | None, FileOrName, SameOnResume, "The tokenizer; null: the model's own."] = (
-        None
-    )
-    added_tokens: Annotated[
-        tuple[str, ...],
-        SameOnResume,
+        "that class's, and takes no images."] = False
+    tokenizer_name_or_path: Annotated[str | None, FileOrName, SameOnResume,
+        "The tokenizer; null: the model's own."] = None
+    added_tokens: Annotated[tuple[str, ...], SameOnResume,
         "Tokens added to the tokenizer, such as [TOOL]. Their rows in embedding and head start at the mean of the "
-        "others and are trained; LoRA then trains both whole, as if modules_to_save named them.",
-    ] = ()
+        "others and are trained; LoRA then trains both whole, as if modules_to_save named them."] = ()
     special_tokens: Annotated[
         dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], str] | None,
         SameOnResume,
         "The tokenizer's bos_token, eos_token, pad_token or unk_token, where others than its own are wanted; a token "
         "that it lacks is added.",
     ] = None
-    eot_tokens: Annotated[
-        tuple[str, ...],
-        SameOnResume,
+    eot_tokens: Annotated[tuple[str, ...], SameOnResume,
         "Tokens that end a turn, beside the eos_token: special ones, at which generation with the exported "
-        "model stops.",
-    ] = ()
-    pad_vocab_to_multiple_of: Annotated[
-        Positive,
-        SameOnResume,
-        "Where the tokens outgrow the embedding, it and the head get a multiple of this many rows.",
-    ] = 64
+        "model stops."] = ()
+    pad_vocab_to_multiple_of: Annotated[Positive, SameOnResume,
+        "Where the tokens outgrow the embedding, it and the head get a multiple of this many rows."] = 64
     trust_remote_code: Annotated[bool, "Run code from the model's or tokenizer's repository."] = False
-    dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        SameOnResume,
+    dtype: Annotated[Literal["float32", "bfloat16"], SameOnResume,
         "The type of the trained parameters in memory, in every layout; LoRA's adapters are always float32. "
-        "float32 keeps small updates; the compute dtype is the Accelerate config's.",
-    ] = "float32"
-    trainable_modules: Annotated[
-        tuple[str, ...],
-        ModulePatterns,
-        SameOnResume,
+        "float32 keeps small updates; the compute dtype is the Accelerate config's."] = "float32"
+    trainable_modules: Annotated[tuple[str, ...], ModulePatterns, SameOnResume,
         "Train these modules alone and freeze the rest, by patterns for the end of their names: lm_head, "
-        "layers.[0-3].mlp, self_attn.*_proj. Empty: all. For full fine-tuning; under LoRA see modules_to_save.",
-    ] = ()
-    frozen_modules: Annotated[
-        tuple[str, ...],
-        ModulePatterns,
-        SameOnResume,
+        "layers.[0-3].mlp, self_attn.*_proj. Empty: all. For full fine-tuning; under LoRA see modules_to_save."] = ()
+    frozen_modules: Annotated[tuple[str, ...], ModulePatterns, SameOnResume,
         "Freeze these modules, by patterns as in trainable_modules, over which they prevail; tied weights "
-        "are one tensor.",
-    ] = ()
+        "are one tensor."] = ()
     attn_implementation: Annotated[
         Literal[
             "auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"
@@ -437,81 +307,52 @@ class Model:
         "(Hopper) or 4 (Blackwell) is installed, its kernels are used. flash_attention_3 and _4 require them; _3 "
         "without its package takes the hub's kernels.",
     ] = "auto"
-    torch_compile: Annotated[
-        bool,
+    torch_compile: Annotated[bool,
         "Compile the decoder layers' insides and the loss: faster steps for a minute more of the first "
-        "start, worth it on a GPU.",
-    ] = False
-    tf32: Annotated[
-        bool,
-        SameOnResume,
+        "start, worth it on a GPU."] = False
+    tf32: Annotated[bool, SameOnResume,
         "On a GPU, multiply float32 matrices in TensorFloat-32: several times faster, with 10 bits of the mantissa. "
-        "bf16 computation does not need it.",
-    ] = False
-    use_liger_kernel: Annotated[
-        bool, "Liger's fused norms, rotary embeddings and MLPs on CUDA; needs the liger-kernel package."
-    ] = False
-    activation_checkpointing_every: Annotated[
-        Positive, "Checkpoint every k-th decoder layer, where the Accelerate config turns activation checkpointing on."
-    ] = 1
-    activation_checkpointing_keeps: Annotated[
-        Literal["nothing", "attention", "attention_and_projections"],
+        "bf16 computation does not need it."] = False
+    use_liger_kernel: Annotated[bool,
+        "Liger's fused norms, rotary embeddings and MLPs on CUDA; needs the liger-kernel package."] = False
+    activation_checkpointing_every: Annotated[Positive,
+        "Checkpoint every k-th decoder layer, where the Accelerate config turns activation checkpointing on."] = 1
+    activation_checkpointing_keeps: Annotated[Literal["nothing", "attention", "attention_and_projections"],
         "What a checkpointed layer keeps beside its input, instead of computing it again: the output of attention, "
         "whose computation grows with the length of documents; with the products around it (query, key, value, "
-        "output). More memory, less time.",
-    ] = "nothing"
-    activation_offload: Annotated[
-        bool,
+        "output). More memory, less time."] = "nothing"
+    activation_offload: Annotated[bool,
         "Keep what checkpointed layers keep (their inputs, and what activation_checkpointing_keeps names) in host "
         "memory until the backward, copied beside the computation; on CUDA, where the Accelerate config turns "
-        "activation checkpointing on. With torch_compile only the inputs, without activation_checkpointing_keeps.",
+        "activation checkpointing on. With torch_compile only the inputs, without activation_checkpointing_keeps."
     ] = False
-    attention_dropout: Annotated[
-        float | None,
-        Ge(0),
-        Lt(1),
-        SameOnResume,
+    attention_dropout: Annotated[float | None, Ge(0), Lt(1), SameOnResume,
         "Overrides the model's own attention dropout. With dropout, attention runs document by document on CUDA too, "
-        "and scores that are capped, or have sinks, are materialized.",
-    ] = None
-    router_aux_loss_coef: Annotated[
-        float | None,
-        Ge(0),
-        SameOnResume,
-        "The weight of a mixture's auxiliary loss; null leaves it to the model's config.",
-    ] = None
-    expert_parallel_size: Annotated[
-        Positive,
+        "and scores that are capped, or have sinks, are materialized."] = None
+    router_aux_loss_coef: Annotated[float | None, Ge(0), SameOnResume,
+        "The weight of a mixture's auxiliary loss; null leaves it to the model's config."] = None
+    expert_parallel_size: Annotated[Positive,
         "Divide the experts of a mixture's layers over groups of this many ranks, which send them their "
         "tokens; under FSDP2, which "
-        "shards everything else over all ranks as before. 1: every rank gathers all experts of a layer.",
-    ] = 1
-    pipeline_parallel_size: Annotated[
-        Positive,
+        "shards everything else over all ranks as before. 1: every rank gathers all experts of a layer."] = 1
+    pipeline_parallel_size: Annotated[Positive,
         "Put the layers on this many groups of ranks, one after another, through which the micro-batches of a step "
-        "pass; under FSDP2, which shards and replicates within each group. 1: every rank computes all layers.",
-    ] = 1
-    pipeline_schedule: Annotated[
-        PipelineSchedule,
+        "pass; under FSDP2, which shards and replicates within each group. 1: every rank computes all layers."] = 1
+    pipeline_schedule: Annotated[PipelineSchedule,
         "The order of forwards and backwards: 1f1b, or interleaved_1f1b with two groups of layers on each rank, which "
-        "wait less and send more.",
-    ] = "1f1b"
+        "wait less and send more."] = "1f1b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """How many rows make a step, and how they are dealt out."""
 
-    global_batch_size: Annotated[
-        Positive | None,
+    global_batch_size: Annotated[Positive | None,
         "Rows in an optimizer step over all ranks; set it and every number of ranks gives the same losses. null: "
-        "per_device_train_batch_size x gradient_accumulation_steps x ranks.",
-    ] = None
+        "per_device_train_batch_size x gradient_accumulation_steps x ranks."] = None
     per_device_train_batch_size: Annotated[Positive, "Rows in a micro-batch on one rank; sets the memory."] = 1
-    gradient_accumulation_steps: Annotated[
-        Positive | None,
-        "Micro-batches in a step on one rank; null: as global_batch_size implies, else 1.",
-    ] = None
+    gradient_accumulation_steps: Annotated[Positive | None,
+        "Micro-batches in a step on one rank; null: as global_batch_size implies, else 1."] = None
     per_device_eval_batch_size: Annotated[Positive | None, "null: per_device_train_batch_size."] = None
 
 
@@ -523,53 +364,33 @@ class Run:
     output_dir: Annotated[FileName | None, "The run's folder; null: runs/<run_name>."] = None
     accelerate_config: Annotated[str | None, FileOrName, "The Accelerate config where the command names none."] = None
     seed: Annotated[int, Ge(0), Lt(2**63), SameOnResume, "Of the weights, the data order and dropout."] = 42
-    deterministic: Annotated[
-        bool,
+    deterministic: Annotated[bool,
         "On a GPU, use only kernels that give the same bits each time, such as a deterministic backward of attention: "
-        "a resumed run is then bit for bit the run that was not stopped. Slower; a CPU needs no such key.",
-    ] = False
+        "a resumed run is then bit for bit the run that was not stopped. Slower; a CPU needs no such key."] = False
     logging_steps: Annotated[StepsOrShare, "Steps between two lines of metrics; below 1 a share of the run."] = 10
-    eval_strategy: Annotated[
-        Literal["no", "steps", "epoch"],
-        NO_IN_YAML,
+    eval_strategy: Annotated[Literal["no", "steps", "epoch"], NO_IN_YAML,
         "When the held-out loss is measured between the start and the end: every eval_steps, after every "
-        "epoch, or not at all.",
-    ] = "steps"
-    eval_steps: Annotated[
-        StepsOrShare | None,
-        "Steps between two held-out losses; below 1 a share of the run; null: only at the start and the end.",
-    ] = None
-    exact_match_samples: Annotated[
-        int,
-        Ge(0),
-        "The number of held-out prompts answered greedily before and after training and compared with the reference.",
+        "epoch, or not at all."] = "steps"
+    eval_steps: Annotated[StepsOrShare | None,
+        "Steps between two held-out losses; below 1 a share of the run; null: only at the start and the end."] = None
+    exact_match_samples: Annotated[int, Ge(0),
+        "The number of held-out prompts answered greedily before and after training and compared with the reference."
     ] = 0
-    metrics: Annotated[
-        tuple[str, ...],
-        PythonName,
+    metrics: Annotated[tuple[str, ...], PythonName,
         "Functions of files of yours, such as my_eval.py:score, beside the exact match: each gets the prompt, the "
-        "model's answer and the expected one, and returns a number, whose mean is logged as metrics/score.",
-    ] = ()
-    sample_prompts: Annotated[
-        tuple[str, ...], "Prompts that are answered greedily at every evaluation, to be read; each is a user's turn."
-    ] = ()
-    early_stopping_patience: Annotated[
-        Positive | None,
+        "model's answer and the expected one, and returns a number, whose mean is logged as metrics/score."] = ()
+    sample_prompts: Annotated[tuple[str, ...],
+        "Prompts that are answered greedily at every evaluation, to be read; each is a user's turn."] = ()
+    early_stopping_patience: Annotated[Positive | None,
         "Stop after this many held-out losses in a row without a new minimum; needs eval_steps, or "
-        "eval_strategy: epoch.",
-    ] = None
+        "eval_strategy: epoch."] = None
     timeout_seconds: Annotated[float, Gt(0), "How long a rank waits for the others before the run is ended."] = 1800.0
-    profile_steps: Annotated[
-        tuple[Positive, Positive] | None,
+    profile_steps: Annotated[tuple[Positive, Positive] | None,
         "First and last step to profile, 1-based, such as [11, 13]: a Chrome trace and a snapshot of GPU "
-        "memory in profile/.",
-    ] = None
-    callbacks: Annotated[
-        tuple[str, ...],
-        PythonName,
+        "memory in profile/."] = None
+    callbacks: Annotated[tuple[str, ...], PythonName,
         "Classes of files of yours, such as my_callbacks.py:Notify, whose on_start, on_step, on_log, on_evaluate, "
-        "on_save and on_end are called: docs/api.md.",
-    ] = ()
+        "on_save and on_end are called: docs/api.md."] = ()
     report_to: Annotated[
         Literal["none", "all", "tensorboard", "wandb", "mlflow", "trackio"]
         | tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...],
@@ -581,51 +402,33 @@ class Run:
 class Checkpoint:
     """What survives the process."""
 
-    save_strategy: Annotated[
-        Literal["no", "steps", "epoch"],
-        NO_IN_YAML,
-        "When checkpoints are saved before the end: every save_steps, after every epoch, or not at all.",
-    ] = "steps"
-    save_steps: Annotated[
-        StepsOrShare | None, "Steps between two checkpoints; below 1 a share of the run; null: only at the end."
-    ] = None
+    save_strategy: Annotated[Literal["no", "steps", "epoch"], NO_IN_YAML,
+        "When checkpoints are saved before the end: every save_steps, after every epoch, or not at all."] = "steps"
+    save_steps: Annotated[StepsOrShare | None,
+        "Steps between two checkpoints; below 1 a share of the run; null: only at the end."] = None
     save_total_limit: Annotated[Positive | None, "Keep the N newest checkpoints; null: all."] = 2
-    keep_every_steps: Annotated[
-        Positive | None, "Also keep, permanently, every checkpoint whose step is a multiple of this."
-    ] = None
-    keep_best_checkpoint: Annotated[
-        bool,
+    keep_every_steps: Annotated[Positive | None,
+        "Also keep, permanently, every checkpoint whose step is a multiple of this."] = None
+    keep_best_checkpoint: Annotated[bool,
         "Save at every new minimum of the held-out loss (see eval_steps), keep the newest of those as well, "
-        "and export it.",
-    ] = False
-    async_save: Annotated[
-        bool | None,
-        "Write checkpoints in the background, from a copy in host memory; null: on a GPU.",
-    ] = None
-    resume_from_checkpoint: Annotated[
-        str,
-        ReadAs(True, "auto"),
-        "auto: the newest checkpoint of output_dir that verifies; none: start over; or a checkpoint's path.",
-    ] = "auto"
-    allow_changed_recipe: Annotated[
-        bool,
-        "Resume although the recipe changed in what decides the course of a run: data, model, batch, horizon, seed.",
+        "and export it."] = False
+    async_save: Annotated[bool | None,
+        "Write checkpoints in the background, from a copy in host memory; null: on a GPU."] = None
+    resume_from_checkpoint: Annotated[str, ReadAs(True, "auto"),
+        "auto: the newest checkpoint of output_dir that verifies; none: start over; or a checkpoint's path."] = "auto"
+    allow_changed_recipe: Annotated[bool,
+        "Resume although the recipe changed in what decides the course of a run: data, model, batch, horizon, seed."
     ] = False
     export_at_end: Annotated[bool, "Leave a Hugging Face folder under export/ when the training is done."] = True
-    export_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        "The dtype of the exported weights; null: that of the base checkpoint.",
-    ] = None
-    export_formats: Annotated[
-        tuple[ExportFormat, ...],
+    export_dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None,
+        "The dtype of the exported weights; null: that of the base checkpoint."] = None
+    export_formats: Annotated[tuple[ExportFormat, ...],
         "What is left under export/ when the training is done: safetensors, and beside it a GGUF file, or a folder "
-        "that is quantized, as finetune export --format does.",
-    ] = ("safetensors",)
-    export_quantization: Annotated[
-        SchemeName | None,
+        "that is quantized, as finetune export --format does."] = ("safetensors",)
+    export_quantization: Annotated[SchemeName | None,
         "Of export_formats: compressed-tensors, a scheme such as fp8-fp8 or int8-int8; null: "
-        "quantization_aware_training's.",
-    ] = None
+        "quantization_aware_training's."] = None
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
