@@ -15,6 +15,7 @@ from finetune.config.model_rules import (
     model_layout_rule,
     model_rule,
 )
+from finetune.constants import LARGEST_FLASH_HEAD
 
 
 def _has_unfit_attention(case: Case) -> bool:
@@ -56,12 +57,19 @@ def _describe_kernels(case: Case) -> str:
     )
 
 
+def _needs_blocks(case: Case) -> bool:
+    """Whether attention is computed in blocks of whole rows, which more ranks than heads have no part of."""
+    family = case.model.family
+    return family.caps_scores or family.sinks or case.model.head_size > LARGEST_FLASH_HEAD
+
+
 # A package as it is imported -> as it is installed.
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 RULES: tuple[Rule, ...] = (
     model_layout_rule(
         "heads under sequence parallelism", "cp_size", "sp_size",
-        when=lambda c: count_local_heads(c) % c.layout.sequence_parallel_size, message=describe_local_heads,
+        when=lambda c: _needs_blocks(c) and count_local_heads(c) % c.layout.sequence_parallel_size,
+        message=describe_local_heads,
         advice=lambda c: f"set it to {list_divisors(count_local_heads(c), 1)}",
         fix={"cp_size": 1}, of_teacher=True,
     ),

@@ -204,8 +204,8 @@ class Sharding:
         if size == 1:
             return None
         return (
-            f"sequence parallelism (Ulysses, for cp_size and sp_size alike): {size} ranks divide the tokens of a row, "
-            f"in attention the heads; rows go to {counted(ranks // self.ranks_per_batch, 'group')}"
+            f"sequence parallelism (for cp_size and sp_size alike): {size} ranks divide the tokens of a row; "
+            f"rows go to {counted(ranks // self.ranks_per_batch, 'group')}"
         )
 
     @property
@@ -225,6 +225,11 @@ class Sharding:
         """The number of ranks that the layout's replicas and groups need at least; it works on multiples of it."""
         replicas = (self.mesh_sizes or {}).get("dp_replicate_size", 1)
         return replicas * self.pipeline_parallel_size * lcm(self.ranks_per_row, self.expert_parallel_size)
+
+
+def divides_heads(heads: int, ranks: int) -> bool:
+    """Whether ranks that share a row trade its tokens for heads in attention; else they gather the row's keys."""
+    return heads % ranks == 0
 
 
 def split_layers(costs: Sequence[float], parts: int) -> list[range]:

@@ -52,7 +52,8 @@ def describe_local_heads(case: Case) -> str:
     local, tensors = count_local_heads(case), case.layout.tensor_parallel_size
     left = f", of which tp_size {tensors} leaves {local} on a rank" if local != case.model.heads else ""
     return (
-        f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention heads, but the model has "
+        f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention heads of "
+        f"{case.model.model_type}, whose scores are computed in blocks of whole rows, but the model has "
         f"{case.model.heads}{left}"
     )
 

@@ -1,9 +1,13 @@
-"""Sequence parallelism (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): ranks share the tokens of a row.
+"""Sequence parallelism: ranks share the tokens of a row.
 
-A decoder layer works on this rank's tokens. Before attention an all-to-all trades them for heads: a rank gets every
-token of its heads, among which it attends as one rank alone would, and after attention a second one trades back. The
-backward of each is the all-to-all that returns the gradients; under activation checkpointing every rank repeats both in
-the same order. Fewer key-value heads than ranks are repeated.
+Where they divide the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509), a decoder layer works on this
+rank's tokens. Before attention an all-to-all trades them for heads: a rank gets every token of its heads, among which
+it attends as one rank alone would, and after attention a second one trades back. The backward of each is the all-to-all
+that returns the gradients; under activation checkpointing every rank repeats both in the same order. Fewer key-value
+heads than ranks are repeated.
+
+More ranks than heads gather the keys and values of the row, and each attends from its own tokens (Llama 3, Grattafiori
+et al. 2024, arXiv:2407.21783, section 3.3.2). Backward, their gradients are summed over the ranks.
 """
 
 import math
@@ -52,6 +56,13 @@ def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent = output.reshape(rows, group.size(), tokens // group.size(), heads * size).movedim(1, 0)
     received = _all_to_all(sent, group)  # [ranks, rows, tokens of this rank, heads x head size]
     return received.movedim(0, 2).reshape(rows, tokens // group.size(), group.size() * heads, size)
+
+
+def gather_keys(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[rows, heads, tokens of this rank, head size] of every rank -> [rows, heads, tokens, head size], with
+    gradients."""
+    gathered: Tensor = _GatherTokens.apply(states, group)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def take_heads(of_heads: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -107,6 +118,22 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(grad_outputs[0], ctx.group), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(states, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, states.contiguous(), group=group)
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        parts = torch.stack(grad_outputs[0].chunk(ctx.group.size(), dim=2))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=ctx.group)
+        return received.sum(0), None
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -7,6 +7,7 @@ Counted from the forward of transformers' models and tested against torch's save
 import math
 from dataclasses import dataclass
 
+from finetune.config.layout import divides_heads
 from finetune.config.module_patterns import find_value, is_parameter_named
 from finetune.config.schema import Lora
 from finetune.constants import BLOCK_TOKENS, EXPERT_RANK_MULTIPLE, FP32, LARGEST_FLASH_HEAD
@@ -228,6 +229,9 @@ def _attention(a: Architecture, run: Computation) -> int:
     if a.latent is not None:  # a key for each head, and narrower values, which the GPU's kernel takes padded
         value = a.heads * a.latent.value
         keys_and_values, output = query + (value if run.cpu else query), value if run.cpu else query
+    if not divides_heads(a.heads, run.sequence_ranks):  # those of the whole row
+        heads = 1 if a.latent is not None else math.lcm(a.key_value_heads, run.sequence_ranks) // a.key_value_heads
+        keys_and_values = keys_and_values // heads * run.sequence_ranks
     total = inside * (query + keys_and_values + output) + FP32 * a.heads
     # torch's kernel for a CPU wants one head size.
     is_written_out = materializes_scores(a, run) or (run.cpu and output != query)

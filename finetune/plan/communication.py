@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from finetune.config.layout import divides_heads
 from finetune.constants import FP32, ITEMSIZE
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import StateTensor, split_into_units
@@ -165,8 +166,16 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
 
 
 def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
-    """Two all-to-alls a layer: queries with keys and values, and the outputs; as many in the backward."""
+    """Two all-to-alls a layer: queries with keys and values, and the outputs; as many in the backward. More ranks than
+    heads gather keys and values, and reduce their gradients."""
     ranks, a = spec.sharding.sequence_parallel_size, spec.computed
+    if not divides_heads(a.heads, ranks):
+        forward, _ = _count_passes(spec)
+        layers, row = a.layers * spec.accumulation, spec.tokens * ranks * spec.computation.itemsize
+        width = a.query_width + a.heads * a.latent.value if a.latent is not None else 2 * a.key_value_width
+        yield Collective("all-gather", 2 * forward, forward * row * width, ranks, spec.tensor_ranks)
+        yield Collective("reduce-scatter", 2 * layers, layers * row * width, ranks, spec.tensor_ranks)
+        return
     repeated = math.lcm(a.key_value_heads, ranks) // a.key_value_heads
     key_value, output = 2 * a.key_value_width * repeated, a.query_width
     if a.latent is not None:

@@ -114,8 +114,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     # sequence parallelism
     ([], replace(SP, fp8=Fp8()), 4, None, None, "mixed_precision: fp8 cannot be combined with cp_size"),
     (["attn_implementation=sdpa"], SP, 4, None, None, "attn_implementation: sdpa cannot be combined with cp_size"),
-    (["max_length=32"], SP, 4, LLAMA | {"num_attention_heads": 6}, None,
-     "cp_size (or sp_size) 4 must divide the attention heads, but the model has 6; set it to 1, 2, 3 or 6"),
+    (["max_length=32"], SP, 4, LLAMA | {"model_type": "gemma2", "num_attention_heads": 6}, None,
+     "cp_size (or sp_size) 4 must divide the attention heads of gemma2, whose scores"),
     # vision-language models
     (["drop_vision=true"], None, 1, LLAMA, None, "drop_vision: M is no vision-language model; set drop_vision: false"),
     (["drop_vision=true"], None, 1, QWEN_VISION, None, "no class for qwen3_vl_text, the language model of M, alone"),

@@ -128,6 +128,7 @@ CASES = (
         method=DPO,
         make_objective=compare_pairs(adapters_off),
     ),
+    Case(name="sequence, more ranks than heads", sharding={"sequence_parallel_size": 8}, ranks=8),
     Case(name="tensor", family="qwen3", ranks=4, sharding=IN_TENSORS, accumulation=2),
     Case(name="tensor, lora", sharding=IN_TENSORS | {"shard_size": 1}, lora=PEFT),
     Case(name="tensor, offload", family="qwen3", ranks=4, sharding=IN_TENSORS | {"cpu_offload": True}),

@@ -16,7 +16,7 @@ from finetune.errors import UserError
 from finetune.models.attention import documents as attention
 from finetune.models.attention import kernels as document_attention
 from finetune.models.attention.documents import NAME, install_attention
-from finetune.models.attention.kernels import RowDocuments
+from finetune.models.attention.kernels import RowDocuments, ScoreOptions, attend_documents, attend_from
 from finetune.models.checkpointing import decoder_layers
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from tests.conftest import make_tokenizer
@@ -307,3 +307,34 @@ def test_on_cuda_one_kernel_for_all_documents_gives_the_same_without_synchronizi
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert abs(loss.item() - true_loss.item()) < 0.02 * true_loss.item()
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "options", [ScoreOptions(), ScoreOptions(window=7), ScoreOptions(chunk=6)], ids=["full", "window", "chunk"]
+)
+@pytest.mark.parametrize("lengths", [(13, 4, 22, 9), None], ids=["packed", "padded"])
+def test_a_part_of_the_tokens_attends_as_in_the_whole_row(
+    lengths: tuple[int, ...] | None, options: ScoreOptions, device: str
+) -> None:
+    rows, tokens, part = (1 if lengths else 2), 48, 16
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    shapes = (rows, 3, tokens, 16), (rows, 1, tokens, 16), (rows, 1, tokens, 16)
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+    row = RowDocuments()
+    if lengths is not None:
+        ends = torch.tensor((0, *lengths), device=device).cumsum(0).to(torch.int32)
+        row = RowDocuments(ends, max(lengths), lengths)
+    whole = attend_documents(query, key, value, row, options)
+    for first in range(0, tokens, part):
+        own = query[:, :, first : first + part]
+        found = attend_from(own, key, value, first, row, options)
+        torch.testing.assert_close(found, whole[:, first : first + part])

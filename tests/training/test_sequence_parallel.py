@@ -41,6 +41,8 @@ MODES: dict[str, dict[str, Any]] = {
     "longrope-padded": {"global_batch_size": 4, **FEW},
     "dynamic": {**THREE, **FEW},
     "dynamic-padded": {"global_batch_size": 4, **FEW},
+    "gathered": {**THREE, **FEW},
+    "gathered-padded": {"global_batch_size": 4, **FEW},
     "in memory": {**THREE, **FEW},
     "in files": {**THREE, **FEW, "optim_offload": "nvme"},
 }
@@ -51,6 +53,8 @@ PLAIN = (
     *CORE,
     *LONG_CONTEXT,
     "short",
+    "gathered",
+    "gathered-padded",
     "kept attention",
     "nf4",
     "experts",
@@ -62,7 +66,12 @@ ALIKE = ("noise", "distill", "streamed")  # what is compared with whole rows
 # name -> ranks, the sizes of its Accelerate file, whether activations are checkpointed, and what is trained under it.
 LAYOUTS: dict[str, tuple[int, dict[str, int], bool, tuple[str, ...]]] = {
     "full_shard": (2, {}, False, ("three", *LONG_CONTEXT, *ALIKE)),
-    "sp 2": (2, {"cp_size": 2}, False, (*CORE, "nf4", "experts", "dpo", "kto", *LONG_CONTEXT, *ALIKE)),
+    "sp 2": (
+        2,
+        {"cp_size": 2},
+        False,
+        (*CORE, "nf4", "experts", "dpo", "kto", "gathered", "gathered-padded", *LONG_CONTEXT, *ALIKE),
+    ),
     "sp 2 offload": (2, {"sp_size": 2}, False, ("short",)),
     "sp 2 bf16": (2, {"sp_size": 2}, False, ("in memory", "in files")),
     "sp 4": (4, {"sp_size": 4}, True, (*CORE, "kept attention", "experts")),
@@ -114,7 +123,10 @@ def recipes(folder: Path) -> dict[str, Path]:
                           rope_parameters=rope | {"original_max_position_embeddings": LONG})  # fmt: skip
     dynamic = make_model(folder / "dynamic", max_position_embeddings=LONG,
                          rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})  # fmt: skip
-    models = {"experts": experts, "longrope": longrope, "dynamic": dynamic}
+    # Three heads, which two ranks cannot divide.
+    gathered = make_model(folder / "gathered", model_type="mistral", hidden_size=48, num_attention_heads=3,
+                          num_key_value_heads=1, sliding_window=24)  # fmt: skip
+    models = {"gathered": gathered, "experts": experts, "longrope": longrope, "dynamic": dynamic}
     chat, pairs = make_chat(folder / "chat.jsonl", rows=26), make_pairs(folder / "pairs.jsonl", rows=14)
     own = {
         "distill": {"teacher_model_name_or_path": str(teacher)},
@@ -255,26 +267,25 @@ def test_what_every_rank_of_a_tensor_parallel_group_holds_stays_equal(run: Run) 
 def test_the_first_screen_says_what_divides_the_tokens(run: Run, folder: Path) -> None:
     run("sp 2", "three")
     printed = (folder / "printed-2.txt").read_text()
-    assert (
-        "(Ulysses, for cp_size and sp_size alike): 2 ranks divide the tokens of a row, in attention the heads; rows go to 1 group"
-        in printed
-    )
+    assert "(for cp_size and sp_size alike): 2 ranks divide the tokens of a row; rows go to 1 group" in printed
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_is_loaded(
     folder: Path, recipes: dict[str, Path], tmp_path: Path
 ) -> None:
     eight = write_config(tmp_path, "full_shard", sizes={"sp_size": 8})
-    refused = run_python(["-m", "finetune", "plan", "--recipe", str(recipes["three"]), "--config", str(eight)])
+    capped = f"model_name_or_path={make_model(tmp_path / 'gemma2', model_type='gemma2')}"
+    planned = ["-m", "finetune", "plan", "--recipe", str(recipes["three"])]
+    refused = run_python([*planned, "--config", str(eight), capped])
     assert refused.returncode == 2
-    assert "cp_size (or sp_size) 8 must divide the attention heads" in refused.stderr
+    assert "cp_size (or sp_size) 8 must divide the attention heads of gemma2" in refused.stderr
     assert "but the model has 4; set it to 1, 2 or 4" in refused.stderr
     two = write_config(tmp_path, "full_shard", sizes={"sp_size": 2})
     command = ["-m", "finetune", "plan", "--recipe", str(recipes["three"]), "--config", str(two)]
     of_two = "but the model has 4, of which tp_size 2 leaves 2 on a rank; set it to 1 or 2"
     for sizes, named in (({"tp_size": 2, "sp_size": 4}, of_two), ({"sp_size": 2}, "mixed_precision: fp8")):
         both = write_config(tmp_path, "full_shard", "no" if len(sizes) > 1 else "fp8", sizes=sizes)
-        refused = run_python([*command[:-1], str(both)])
+        refused = run_python([*command[:-1], str(both), capped])
         assert refused.returncode == 2 and named in refused.stderr, refused.stderr
     refused = run_python([*command, "attn_implementation=sdpa"])
     assert refused.returncode == 2

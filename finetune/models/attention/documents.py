@@ -21,8 +21,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
 from finetune.config.families import attends_by_mask, find_family
+from finetune.config.layout import divides_heads
 from finetune.distributed.language_model import language_model_of, other_parts, trunk_of
-from finetune.distributed.sequence_parallel import take_heads, trade_heads_for_tokens, trade_tokens_for_heads
+from finetune.distributed.sequence_parallel import (
+    gather_keys,
+    take_heads,
+    trade_heads_for_tokens,
+    trade_tokens_for_heads,
+)
 from finetune.errors import UserError
 from finetune.models.attention.kernels import (
     FLASH_PACKAGES,
@@ -31,6 +37,7 @@ from finetune.models.attention.kernels import (
     activate_fastest_kernels,
     activate_flash_kernels,
     attend_documents,
+    attend_from,
     attend_with_mask,
     find_windows,
     make_masks,
@@ -231,8 +238,9 @@ def packed_attention(
     with torch.autocast(device, enabled=False):
         if sequence_group is None:
             return attend_documents(query, key, value, documents, options).to(dtype), None
-        traded: Tensor = _attend_for_heads(query, key, value, documents, options, dtype, sequence_group)
-        return traded, None
+        attend = _attend_for_heads if divides_heads(query.shape[1], sequence_group.size()) else _attend_for_tokens
+        attended: Tensor = attend(query, key, value, documents, options, dtype, sequence_group)
+        return attended, None
 
 
 def _find_chunk(attention: Any) -> int | None:
@@ -258,3 +266,19 @@ def _attend_for_heads(
     if options.sinks is not None:
         options = options._replace(sinks=take_heads(options.sinks, group))
     return trade_heads_for_tokens(attend_documents(query, key, value, documents, options).to(dtype), group)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
+def _attend_for_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: RowDocuments,
+    options: ScoreOptions,
+    dtype: torch.dtype,
+    group: ProcessGroup,
+) -> Tensor:
+    """As `attend_documents`, in `dtype`, with this rank's tokens: they attend to the keys of the whole row."""
+    first = group.rank() * query.shape[2]
+    key, value = gather_keys(key, group), gather_keys(value, group)
+    return attend_from(query, key, value, first, documents, options).to(dtype)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -209,6 +210,46 @@ def attend_documents(
     return out
 
 
+def attend_from(
+    query: Tensor, key: Tensor, value: Tensor, first: int, documents: RowDocuments, options: ScoreOptions
+) -> Tensor:
+    """Causal attention from the tokens `first`, first + 1, ... of a row to those of all of it, in each document.
+
+    Args:
+        query: [rows, heads, tokens, head size].
+        key, value: [rows, key-value heads, tokens of the row, head size].
+        first: Place of the first query's token in the row.
+        documents: Of the whole row.
+        options: How scores become weights.
+
+    Returns:
+        [rows, tokens, heads, head size].
+    """
+    if len(query) > 1:  # each row is one document
+        rows = zip(query.split(1), key.split(1), value.split(1), strict=True)  # type: ignore[no-untyped-call]
+        return torch.cat([attend_from(*row, first, documents, options) for row in rows])
+    chunk, options = options.chunk, options._replace(chunk=None)
+    row, end, boundaries = key.shape[2], first + query.shape[2], documents.boundaries
+    if boundaries is None:
+        boundaries = torch.arange(0, row + row, row, dtype=torch.int32, device=query.device)
+        documents = RowDocuments(boundaries, row, (row,))
+    if chunk is not None:
+        documents = cut_documents(documents, chunk)
+    lengths = documents.lengths or tuple(boundaries.diff().tolist())
+    spans = [(last - length, last) for length, last in zip(lengths, accumulate(lengths), strict=True)]
+    seen = [place for place, (start, last) in enumerate(spans) if start < end and last > first]
+    spans = [(start, min(last, end)) for start, last in spans[seen[0] : seen[-1] + 1]]
+    queries, keys = [last - max(start, first) for start, last in spans], [last - start for start, last in spans]
+    key, value = (each[:, :, spans[0][0] : end] for each in (key, value))
+    if _can_use_varlen(query, value, options):
+        assert documents.boundaries is not None
+        ends = documents.boundaries[seen[0] : seen[-1] + 2].clamp(max=end)  # on the device, which no layer waits for
+        of_keys = ends - ends[0], max(keys)
+        return _attend_varlen(query, key, value, ends.clamp(min=first) - first, max(queries), options, of_keys)
+    states = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)  # type: ignore[no-untyped-call]
+    return torch.cat([_attend_causally(*each, options).transpose(1, 2) for each in states], dim=1)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as below
 def cut_documents(documents: RowDocuments, chunk: int) -> RowDocuments:
     """Those of a packed row, each cut into chunks of so many tokens."""
@@ -227,9 +268,18 @@ def _can_use_varlen(query: Tensor, value: Tensor, options: ScoreOptions) -> bool
 
 
 def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor | None, longest: int | None, options: ScoreOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor | None,
+    longest: int | None,
+    options: ScoreOptions,
+    of_keys: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """torch's varlen flash attention over all documents at once. query: [rows, heads, tokens, head size]."""
+    """torch's varlen flash attention over all documents at once. query: [rows, heads, tokens, head size].
+
+    of_keys: Their boundaries and longest document, where queries are the last tokens of their documents only.
+    """
     rows, heads, tokens, size = query.shape
     value_size = value.shape[-1]
     if value_size < size:  # DeepSeek's heads; the kernel wants one size
@@ -238,13 +288,14 @@ def _attend_varlen(
         cu_seq_lens = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
         longest = tokens
     grouped: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and NEEDS_ENABLE_GQA else {}
-    query, key, value = [each.transpose(1, 2).reshape(rows * tokens, -1, size) for each in (query, key, value)]
+    query, key, value = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     padding = -size % FLASH_HEAD_MULTIPLE  # zeros add nothing to the scores, and zeros to the output
     query, key, value = [F.pad(each, (0, padding)) for each in (query, key, value)] if padding else (query, key, value)
     scale = size**-0.5 if options.scale is None else options.scale  # the padded size is not the head's
     # Flash attention counts the tokens BEFORE a query, transformers counts the query itself too.
     window = (-1 if options.window is None else options.window - 1, 0)
-    boundaries = (cu_seq_lens, cu_seq_lens, longest, longest)
+    cu_keys, longest_key = of_keys or (cu_seq_lens, longest)
+    boundaries = (cu_seq_lens, cu_keys, longest, longest_key)
     out = varlen_attn(query, key, value, *boundaries, scale=scale, window_size=window, **grouped)
     assert isinstance(out, Tensor)  # and not with the log-sum-exp, which is not asked for
     return out[..., :value_size].reshape(rows, tokens, heads, value_size)
@@ -268,18 +319,19 @@ def _attend_each_document(
 def _attend_causally(
     query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions, images: Tensor | None = None
 ) -> Tensor:
-    """Causal attention over whole rows, but an image's tokens see each other. query: [rows, heads, tokens, size]."""
-    tokens = query.shape[2]
-    windowed = options.window is not None and options.window < tokens
-    if options.is_fusible and not windowed and images is None:
+    """Causal attention over whole rows, but an image's tokens see each other. query: [rows, heads, tokens, size], the
+    last of as many tokens as there are keys."""
+    tokens, keys = query.shape[2], key.shape[2]
+    windowed = options.window is not None and options.window < keys
+    if options.is_fusible and not windowed and images is None and tokens == keys:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=options.dropout, scale=options.scale, enable_gqa=True
         )
-    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    visible = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(keys - tokens)
     if images is not None:
         visible = visible | ((images[:, None, :, None] == images[:, None, None]) & (images[:, None, None] >= 0))
     if options.window is not None:
-        visible = visible.triu(1 - options.window)
+        visible = visible.triu(keys - tokens + 1 - options.window)
     if not options.is_fusible:
         return _attend_unfused(query, key, value, visible, options)
     return F.scaled_dot_product_attention(
