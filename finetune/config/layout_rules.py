@@ -282,15 +282,21 @@ RULES: tuple[Rule, ...] = (
     ),
     _exclude(
         "tp_size", has_tp, LOAD_KEYS[0], is_quantized, lambda c: c.load_key,
-        "a quantized base cannot be split by tensor parallelism",
+        "torch divides a layer by its weight, and a quantized layer has codes and scales instead",
         advice="name an unquantized model without the key, or set tp_size: 1",
     ),
     _exclude(
         "tp_size", has_tp, "method", has_teacher, lambda c: f"method: {c['method']}", advice="set tp_size: 1",
     ),
-    *(_exclude("tp_size", has_tp, key, is_set(key, True), f"{key}: true", advice=f"set {key}: false, or tp_size: 1",
-        fix={key: False})
-      for key in ("use_dora", "torch_compile", "use_liger_kernel", "activation_offload", "optim_in_backward")),
+    *(_exclude("tp_size", has_tp, key, is_set(key, True), f"{key}: true", why,
+        advice=f"set {key}: false, or tp_size: 1", fix={key: False})
+      for key, why in (
+        ("use_dora", "peft adds DoRA's magnitudes, which are whole on each rank, to products that are divided"),
+        ("torch_compile", "inductor does not end in a layer of divided matrices (torch 2.13)"),
+        ("use_liger_kernel", "its kernels do not take divided matrices"),
+        ("activation_offload", "what a layer keeps of divided products is not copied"),
+        ("optim_in_backward", "a gradient's norm is of a mesh of its own, known after the backward"),
+    )),
     # Sequence parallelism
     _exclude(
         "cp_size", has_sp, "mixed_precision", has_fp8, "mixed_precision: fp8", advice="set it to bf16", fix=BF16,
@@ -317,10 +323,11 @@ RULES: tuple[Rule, ...] = (
         message=_describe_ep_ranks, advice=_advise_ep_size, fix={"expert_parallel_size": 1},
     ),
     _layout_rule(
-        "expert parallelism within groups", "expert_parallel_size", "tp_size", "cp_size", "sp_size",
-        when=lambda c: has_ep(c) and c.layout.ranks_per_row > 1,
-        message="expert_parallel_size cannot be combined with cp_size, sp_size or tp_size ({layout.source})",
-        advice="set expert_parallel_size: 1, or the Accelerate file's cp_size, sp_size and tp_size to 1",
+        "expert parallelism within groups", "expert_parallel_size", "tp_size",
+        when=lambda c: has_ep(c) and has_tp(c),
+        message="expert_parallel_size cannot be combined with tp_size ({layout.source}): ranks that divide a layer's "
+        "matrices have the same tokens, and would send each expert all of them",
+        advice="set expert_parallel_size: 1, or the Accelerate file's tp_size to 1",
         fix={"expert_parallel_size": 1},
     ),
     _exclude(

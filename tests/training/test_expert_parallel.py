@@ -40,6 +40,7 @@ ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("mixtral-4", {"max_steps": STEPS} | SAVING),
     "lora": ("mixtral-4", {"max_steps": STEPS, "modules_to_save": ["layers.1.mlp.gate"]} | SAVING | LORA),
     "lora-packed": ("qwen3_moe-6", {"max_steps": STEPS} | LORA | PACKED),
+    "tokens": ("mixtral-4", {"max_steps": FAMILY_STEPS} | PACKED),  # of a row are on both ranks as well
     "idle": ("mixtral-idle", {"max_steps": FAMILY_STEPS}),
     "idle-lora": ("mixtral-idle", {"max_steps": FAMILY_STEPS} | LORA),
     "gpt_oss-lora": ("gpt_oss-4", {"max_steps": FAMILY_STEPS} | LORA),  # whose experts are stored transposed
@@ -106,6 +107,7 @@ def configs(folder: Path) -> dict[str, Path]:
     """The Accelerate file of a run, where it is not the first."""
     return {
         "whole": write_config(folder, "full_shard"),
+        "tokens": write_config(folder, "full_shard", sizes={"cp_size": 2}),
         "four": write_config(folder, "full_shard", checkpointing=True),
         "four-lora": write_config(folder, "shard_grad_op"),
         "glm4_moe": write_config(folder, "offload"),
