@@ -32,7 +32,7 @@ from finetune.plan.resources import (
 )
 from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.step_memory import Phase, find_peak, plan_phases
-from finetune.plan.table import align_columns, format_header, format_speed, format_storage, memory_rows
+from finetune.plan.table import align_columns, format_duration, format_header, format_speed, format_storage, memory_rows
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 
@@ -90,13 +90,15 @@ def make_plan(
     )
     problems = refuse_problems(replace(spec, recipe=asked).find_problems())
     stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))
+    speed = estimate_speed(spec, mfu, read, links)
+    remarks = (*_find_remarks(config, recipe.data.max_length), *_suggest_pipeline(spec, speed, mfu, links))
     return Plan(
         spec=spec,
         phases=plan_phases(spec),
         disk=plan_disk(spec, stored_dtype if stored_dtype in ITEMSIZE else "bfloat16"),
         host=plan_host(spec),
-        speed=estimate_speed(spec, mfu, read, links),
-        remarks=(*map(str, problems), *_find_remarks(config, recipe.data.max_length)),
+        speed=speed,
+        remarks=(*map(str, problems), *remarks),
     )
 
 
@@ -117,6 +119,34 @@ def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
         f"max_length {max_length:,} is beyond the {positions:,} positions that the model was made for{scaled} "
         "(max_position_embeddings of its config); a document longer than these trains positions that it has not seen"
     )
+
+
+def _suggest_pipeline(spec: RunSpec, speed: Speed, mfu: float, links: Links | None) -> Iterator[str]:
+    """A stage on each node, where that leaves the ranks less to wait for than layers that all nodes gather."""
+    nodes = spec.ranks // spec.ranks_per_node
+    if spec.stages > 1 or nodes < 2 or spec.sharding.layout != "fsdp2" or nodes > spec.architecture.layers:
+        return
+    model = replace(spec.recipe.model, pipeline_parallel_size=nodes)
+    staged = replace(
+        spec,
+        recipe=replace(spec.recipe, model=model),
+        sharding=replace(spec.sharding, pipeline_parallel_size=nodes),
+    )
+    if staged.accumulation < nodes or any(not problem.is_note for problem in staged.find_problems()):
+        return
+    other = estimate_speed(staged, mfu, None, links)
+    now, then = (
+        max(each.seconds_per_step, each.communication_seconds) + each.awaited_seconds for each in (speed, other)
+    )
+    if then < 0.9 * now:
+        ours, theirs = (
+            f"{format_duration(each.communication_seconds)} beside {format_duration(each.seconds_per_step)}"
+            for each in (speed, other)
+        )
+        yield (
+            f"pipeline_parallel_size={nodes} puts a stage on each node, within which its layers are gathered: a step "
+            f"sends for {theirs} of computing, instead of {ours}"
+        )
 
 
 def _read_teacher(model: Model, method: Method) -> TeacherSpec:

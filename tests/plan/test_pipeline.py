@@ -1,7 +1,9 @@
 """What a rank of a pipeline keeps, by plan, by autograd's own hooks, and by torch's own schedules."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.config.layout import split_layers
+from finetune.config.reader import read_recipe
 from finetune.config.schema import Lora, PipelineSchedule
 from finetune.distributed.parallelize import decoder_layers
 from finetune.distributed.pipeline import find_pipeline, keep_own_layers
@@ -20,9 +23,11 @@ from finetune.models.attention.documents import install_attention
 from finetune.models.head.cross_entropy import install_loss
 from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
-from finetune.plan.communication import count_communication
+from finetune.plan.communication import Links, count_communication
+from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.table import name_layout
+from tests.conftest import make_chat
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_70B, make_spec
 from tests.plan.test_activations import CONFIG, DOCUMENTS, packed_inputs
 from tests.plan.traced import saved_for_backward
@@ -118,3 +123,13 @@ def test_a_plan_shows_the_pipeline() -> None:
     assert spec.bubble == 3 / 19 and 1 <= spec.imbalance < 1.05
     sends = [each for each in count_communication(spec) if each.kind == "send"]
     assert [(each.calls, each.bytes) for each in sends] == [(32, 32 * 8192 * 8192 * 2)]
+
+
+def test_stages_are_suggested_where_nodes_wait_for_each_others_layers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_70B | {"rms_norm_eps": 1e-5}))
+    rows = make_chat(tmp_path / "rows.jsonl", rows=4)
+    keys = [f"model_name_or_path={tmp_path}", f"datasets=[{{path: {rows}}}]", "global_batch_size=256", "use_peft=true"]
+    planned = read_recipe(None, keys)
+    slow, fast = (make_plan(planned, FULL_SHARD, 32, links=Links(between_nodes=rate)).remarks for rate in (5e9, 400e9))
+    assert any("pipeline_parallel_size=4 puts a stage on each node" in remark for remark in slow)
+    assert not any("pipeline_parallel_size" in remark for remark in fast)
