@@ -102,7 +102,7 @@ def test_dividing_experts_is_suggested_where_a_mixture_is_gathered_whole() -> No
         (replace(planned, sharding=replace(hybrid, replicate_size=8, shard_size=16)), ["expert_parallel_size=8"]),
         (replace(planned, sharding=replace(hybrid, replicate_size=32, shard_size=4)), ["expert_parallel_size=4"]),
         (change.apply(planned), []),
-        (replace(planned, sharding=replace(divided, shard_size=16)), []),
+        (replace(planned, sharding=replace(divided, shard_size=16)), ["expert_parallel_size=8"]),
         (replace(planned, sharding=replace(FULL_SHARD, layout="ddp")), []),
         (replace(planned, sharding=replace(FULL_SHARD, mixed_precision="fp16")), []),
         (make_spec(LLAMA_31_8B, ranks=128), []),
