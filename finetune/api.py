@@ -126,7 +126,7 @@ def train(recipe: Recipe, config: str | None = None, callbacks: Sequence["Callba
         raise UserError("train: callbacks: a list is expected, such as [Notify()]")
     called: list[Any] = list(callbacks)
     if is_notebook() and "WORLD_SIZE" not in os.environ:  # ranks of its own cannot show anything
-        from finetune.report.notebook import Plots
+        from finetune.report.page import Plots
 
         called.append(Plots())
     fine_tune(recipe, read_sharding(config, recipe.run.accelerate_config, os.environ), callbacks=called)

@@ -30,8 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from finetune.checkpoint.manifest import MODEL
 from finetune.distributed.accelerator import TENSOR
 from finetune.distributed.collective import RankGroup
-from finetune.distributed.fsdp1 import optimizer_state_without_pickles
-from finetune.distributed.parallelize import local_part, tied_names, unwrap
+from finetune.distributed.parallelize import local_part, optimizer_state_without_pickles, tied_names, unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError

@@ -11,7 +11,7 @@ from finetune.config.families import find_family
 from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
 from finetune.export.card import has_chat_template, has_tokenizer, write_metadata
-from finetune.export.formats.planners import PLANNERS
+from finetune.export.formats import PLANNERS
 from finetune.export.merge import refuse_idle
 from finetune.export.merge_choice import choose_merge
 from finetune.export.publish import (
@@ -20,14 +20,17 @@ from finetune.export.publish import (
     MergeOnto,
     check_disk_space,
     check_request,
+    describe_use,
     is_alone,
     publish,
     push_folder,
+    use_adapter,
+    use_gguf,
+    use_model,
 )
 from finetune.export.reload_process import ReloadProcess
 from finetune.export.source import Source, open_source
 from finetune.export.target import TargetModel, describe_target
-from finetune.export.usage import describe_use, use_adapter, use_gguf, use_model
 from finetune.export.verify import start_logits, start_verification
 from finetune.export.write import Weights, make_files, plan_weights, write_weights
 from finetune.units import disk_size

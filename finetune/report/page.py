@@ -1,8 +1,11 @@
 """The HTML of a report: the text of each section, rendered with page.html.jinja."""
 
+import html
 import json
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +17,12 @@ from finetune import __version__
 from finetune.config.methods import DEFAULT_METHOD
 from finetune.config.schema import leaves
 from finetune.console.metrics import find_divergence, losses_of
+from finetune.errors import UserError
 from finetune.files.run_json import benchmark_table, describe_models
 from finetune.plan.plan import Plan
 from finetune.plan.table import memory_rows
 from finetune.report.charts import format_compact, list_metrics, make_charts
-from finetune.report.run_data import RunRecord
+from finetune.report.run_data import RunRecord, read_run
 from finetune.units import count, counted, gib
 
 HERE = Path(__file__).parent
@@ -303,3 +307,36 @@ def _format_value(value: Any) -> str:
         plain = given[0] if isinstance(value, dict) else given
         return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)).strip()
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+SECONDS = 1.0  # between two drawings, at least
+HEIGHT = 430  # pixels: of the loss; the other plots are below it
+
+
+class Plots:
+    """A callback that shows the run's plots below the cell that trains."""
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+        self._drawn_at = 0.0
+
+    def on_log(self, event: Any) -> None:
+        """Draws, but for lines that follow one another closely."""
+        if time.monotonic() > self._drawn_at + SECONDS:
+            self._draw(event.folder)
+
+    def on_end(self, event: Any) -> None:
+        """Draws all that was logged."""
+        self._draw(event.folder)
+
+    def _draw(self, folder: Path) -> None:
+        from IPython.display import HTML, display
+
+        with suppress(UserError, OSError):  # it is only looked at
+            page = html.escape(render_plots(read_run(folder)))
+            frame = HTML(f'<div><iframe srcdoc="{page}" style="width:100%;height:{HEIGHT}px;border:0"></iframe></div>')
+            if self._shown is None:
+                self._shown = display(frame, display_id=True)
+            else:
+                self._shown.update(frame)
+        self._drawn_at = time.monotonic()

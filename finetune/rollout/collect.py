@@ -27,8 +27,7 @@ from finetune.data.tokenize import SourceStats
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.rollout.completions import Rollout, find_advantages
-from finetune.rollout.engine import Ended, Engine, Request, Sampled, Sampling
+from finetune.rollout.engine import Ended, Engine, Request, Rollout, Sampled, Sampling, find_advantages
 from finetune.rollout.rewards import Rewards, Scores
 
 Record = Callable[[list[dict[str, Any]]], None]

@@ -1,12 +1,15 @@
-"""What samples completions: tokens in; tokens, their log-probabilities and the reason of the end out."""
+"""What samples completions, and what they are: tokens, log-probabilities and the reason of the end."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from finetune.config.rollouts import POLICY_LOSSES
+from finetune.config.schema import Recipe
 
 
 class Ended(Enum):
@@ -52,3 +55,127 @@ class Engine(Protocol):
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         """A completion of each request, in order. All ranks call it, each with requests of its own."""
+
+
+SMALLEST_DEVIATION = 1e-4  # added to a standard deviation that is divided by, as in TRL
+OF_ALL = ("failures", "generations", "sampled_groups", "flat_groups")  # what is one number of a rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Completions of some prompts, `generations` of each, one after another."""
+
+    example_ids: NDArray[np.int64]  # [completions]: the prompts'
+    prompts: list[list[int]]  # [completions]
+    sampled: list[Sampled]
+    scores: NDArray[np.float64]  # [completions, functions]; nan: the function says nothing of it
+    rewards: NDArray[np.float64]  # [completions]: the weighted sum; nan where no function says anything
+    failures: int
+    generations: int
+    sampled_groups: int  # also those that were dropped
+    flat_groups: int  # of those, without a difference between their rewards
+    old: list[list[float]] = field(default_factory=list)  # the trained tokens' log-probabilities in training
+
+    def select(self, groups: NDArray[np.int64]) -> "Rollout":
+        """The rollout of some of the prompts, by their places."""
+        kept = (groups[:, None] * self.generations + np.arange(self.generations)).ravel()
+        return replace(
+            self,
+            example_ids=self.example_ids[kept],
+            prompts=[self.prompts[i] for i in kept],
+            sampled=[self.sampled[i] for i in kept],
+            scores=self.scores[kept],
+            rewards=self.rewards[kept],
+        )
+
+    def join(self, more: "Rollout") -> "Rollout":
+        """Both, one after the other."""
+        return replace(
+            self,
+            example_ids=np.concatenate((self.example_ids, more.example_ids)),
+            prompts=self.prompts + more.prompts,
+            sampled=self.sampled + more.sampled,
+            scores=np.concatenate((self.scores, more.scores)),
+            rewards=np.concatenate((self.rewards, more.rewards)),
+            failures=self.failures + more.failures,
+            sampled_groups=self.sampled_groups + more.sampled_groups,
+            flat_groups=self.flat_groups + more.flat_groups,
+        )
+
+    def deviations(self) -> NDArray[np.float64]:
+        """[prompts]: of the rewards of each prompt's completions."""
+        return np.array([_deviation(group) for group in self.rewards.reshape(-1, self.generations)])
+
+    def describe_lines(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """A line for each completion, which `finetune inspect` reads as a row with a prompt and a completion."""
+        of_all = {name: getattr(self, name) for name in OF_ALL}
+        for i, each in enumerate(self.sampled):
+            yield {
+                "prompt": tokenizer.decode(self.prompts[i]),
+                "completion": tokenizer.decode(each.token_ids),
+                "example_id": int(self.example_ids[i]),
+                "prompt_ids": self.prompts[i],
+                "sampled": asdict(each) | {"ended": each.ended.value},
+                "scores": [None if np.isnan(score) else score for score in self.scores[i].tolist()],
+                "reward": None if np.isnan(self.rewards[i]) else float(self.rewards[i]),
+                "old": self.old[i] if self.old else None,
+                **of_all,
+            }
+
+    @classmethod
+    def of_lines(cls, lines: Sequence[Mapping[str, Any]]) -> Self:
+        """The rollout that `describe_lines` has described."""
+        sampled = [Sampled(**line["sampled"] | {"ended": Ended(line["sampled"]["ended"])}) for line in lines]
+        return cls(
+            example_ids=np.array([line["example_id"] for line in lines], np.int64),
+            prompts=[line["prompt_ids"] for line in lines],
+            sampled=sampled,
+            scores=np.array([line["scores"] for line in lines], np.float64).reshape(len(lines), -1),
+            rewards=np.array([line["reward"] for line in lines], np.float64),
+            old=[line["old"] for line in lines if line["old"] is not None],
+            **{name: lines[0][name] for name in OF_ALL},
+        )
+
+
+def compute_advantages(
+    rewards: NDArray[np.float64], generations: int, baseline: str, scale: str
+) -> NDArray[np.float64]:
+    """[completions]: by how much each reward is above its baseline; 0 where there is no reward.
+
+    Args:
+        rewards: [completions], those of a prompt one after another; nan: none.
+        generations: Completions of each prompt.
+        baseline, scale: Of `PolicyLoss`, and the recipe's `scale_rewards`.
+    """
+    groups = rewards.reshape(-1, generations)
+    known = ~np.isnan(groups)
+    number = known.sum(1, keepdims=True)
+    total = np.nansum(groups, 1, keepdims=True)
+    if baseline == "others":
+        advantages = groups - (total - groups) / np.maximum(number - 1, 1)
+    elif baseline == "step":
+        advantages = (groups - _mean(rewards)) / (_deviation(rewards) + SMALLEST_DEVIATION)
+    else:
+        advantages = groups - total / np.maximum(number, 1)
+        if scale == "group":
+            advantages = advantages / (np.array([[_deviation(group)] for group in groups]) + SMALLEST_DEVIATION)
+        elif scale == "batch":
+            advantages = advantages / (_deviation(rewards) + SMALLEST_DEVIATION)
+    return np.asarray(np.nan_to_num(advantages.ravel(), nan=0.0), np.float64)
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else 0.0
+
+
+def _deviation(values: NDArray[np.float64]) -> float:
+    """Of a sample: divided by its size less 1."""
+    known = values[~np.isnan(values)]
+    return float(known.std(ddof=1)) if len(known) > 1 else 0.0
+
+
+def find_advantages(rollout: Rollout, recipe: Recipe) -> NDArray[np.float64]:
+    """[completions]: their advantages under the recipe's loss."""
+    baseline = POLICY_LOSSES[recipe.method.loss_type].baseline
+    return compute_advantages(rollout.rewards, rollout.generations, baseline, recipe.rollout.scale_rewards)

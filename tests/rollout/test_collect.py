@@ -8,8 +8,7 @@ import pytest
 
 from finetune.config.reader import read_recipe
 from finetune.rollout.collect import Rollouts
-from finetune.rollout.completions import Rollout
-from finetune.rollout.engine import Ended, Sampled
+from finetune.rollout.engine import Ended, Rollout, Sampled
 
 SIZE, GENERATIONS, EXAMPLES = 4, 2, 40
 

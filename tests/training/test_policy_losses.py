@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from finetune.config.reader import read_recipe
 from finetune.config.rollouts import POLICY_LOSSES
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.rollout.completions import compute_advantages
+from finetune.rollout.engine import compute_advantages
 from finetune.training.objectives.policy import PolicyObjective
 from tests.training import online_papers
 

@@ -19,8 +19,8 @@ from finetune.distributed.world import World
 from finetune.models.head.log_probabilities import head_log_probabilities
 from finetune.models.load import Teacher
 from finetune.rollout.collect import Rollouts, Sampler
-from finetune.rollout.completions import Rollout
 from finetune.rollout.embedded import EmbeddedEngine
+from finetune.rollout.engine import Rollout
 from finetune.rollout.rewards import Rewards
 from finetune.training.objectives.preference import mean
 from finetune.training.objectives.sft import Measured, Objective, Objectives
