@@ -89,8 +89,7 @@ def load_model(
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model on meta, grown to `vocabulary`, adapts it, shards it, and reads every rank's slices.
 
-    Whether such a model can be trained, the rules answer first (config/compatibility.py). Raises `UserError` for a
-    model that cannot be reached, whose files do not fit its config, or that lacks what the recipe asks for.
+    The rules have judged it before. Raises `UserError` for one that cannot be reached, or whose files do not fit.
     """
     multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
@@ -102,31 +101,12 @@ def load_model(
     if lora.use_peft:
         lora = train_new_tokens(built, lora, vocabulary)
     frozen, unfilled = DTYPES[frozen_dtype(world.sharding, lora)], frozenset[str]()
-    install_attention(built, model.attn_implementation, world.sequence_group)
-    install_loss(built, *_read_token_loss(optimization))
-    if optimization is not None and optimization.neftune_noise_alpha is not None:
-        install_embedding_noise(built, optimization.neftune_noise_alpha)
-    install_experts(built, world, frozen if lora.use_peft else DTYPES[model.dtype], model.torch_compile)
-    install_routing(built, model.router_aux_loss_coef)
-    if model.use_liger_kernel:
-        use_liger_kernels(built)
+    _install_forward(built, model, world, optimization, frozen if lora.use_peft else DTYPES[model.dtype])
     if not lora.use_peft:
         freeze_modules(built, model)
         refuse_frozen_tokens(built, vocabulary)
     else:
-        try:
-            add_adapters(built, lora, frozen)
-        except UserError as error:
-            if lora.adapter_name_or_path is None:
-                raise
-            raise UserError(
-                f"adapter_name_or_path: {lora.adapter_name_or_path} does not fit the model: {error}"
-            ) from None
-        shapes = {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}
-        used = base if quantization.bits is None else dequantized_values(base, quantization, stored, frozen)
-        values = with_adapters(base, shapes, seed, used)
-        if lora.adapter_name_or_path is not None:
-            values = read_adapter(built, find_adapter(lora.adapter_name_or_path), values)
+        values = _adapt(built, lora, quantization, base, stored, seed, frozen)
     checkpoints = world.sharding.activation_checkpointing
     offload = ActivationOffload(CudaCopies()) if checkpoints and model.activation_offload else None
     if checkpoints:
@@ -157,6 +137,44 @@ def load_model(
     if model.torch_compile:
         compile_layers(unwrap(sharded), offload=offload)
     return sharded, size
+
+
+def _install_forward(
+    built: nn.Module, model: Model, world: World, optimization: Optimization | None, experts_dtype: torch.dtype
+) -> None:
+    """Puts in what computes otherwise than transformers: attention, loss, noise, experts, and Liger's kernels."""
+    install_attention(built, model.attn_implementation, world.sequence_group)
+    install_loss(built, *_read_token_loss(optimization))
+    if optimization is not None and optimization.neftune_noise_alpha is not None:
+        install_embedding_noise(built, optimization.neftune_noise_alpha)
+    install_experts(built, world, experts_dtype, model.torch_compile)
+    install_routing(built, model.router_aux_loss_coef)
+    if model.use_liger_kernel:
+        use_liger_kernels(built)
+
+
+def _adapt(
+    built: nn.Module,
+    lora: Lora,
+    quantization: Quantization,
+    base: Values,
+    stored: Mapping[str, StoredQuantized],
+    seed: int,
+    frozen: torch.dtype,
+) -> Values:
+    """Puts the recipe's adapters into `built`, whose base is kept in `frozen`; returns the values of both."""
+    try:
+        add_adapters(built, lora, frozen)
+    except UserError as error:
+        if lora.adapter_name_or_path is None:
+            raise
+        raise UserError(f"adapter_name_or_path: {lora.adapter_name_or_path} does not fit the model: {error}") from None
+    shapes = {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}
+    used = base if quantization.bits is None else dequantized_values(base, quantization, stored, frozen)
+    values = with_adapters(base, shapes, seed, used)
+    if lora.adapter_name_or_path is None:
+        return values
+    return read_adapter(built, find_adapter(lora.adapter_name_or_path), values)
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:

@@ -29,7 +29,7 @@ from finetune.export.formats.gguf_model import (
     write_rope,
     write_sizes,
 )
-from finetune.export.formats.gguf_tokenizer import Vocabulary, describe_tokenizer, write_tokenizer
+from finetune.export.formats.gguf_tokenizer import GgufVocabulary, describe_tokenizer, write_tokenizer
 from finetune.export.formats.llama_cpp_process import quantize, run_llama_cpp
 from finetune.export.logits import prompts
 from finetune.export.publish import LLAMA_CPP, ExportOptions, is_installed
@@ -119,7 +119,7 @@ def plan_gguf(
     )
 
 
-def _shown_name(title: str, vocabulary: Vocabulary) -> str:
+def _shown_name(title: str, vocabulary: GgufVocabulary) -> str:
     """`title`, so that llama.cpp strips the spaces after special tokens where the tokenizer does.
 
     It decides that by whether the name has "phi-3" in it, and fails where these tokens are missing then.
@@ -129,7 +129,7 @@ def _shown_name(title: str, vocabulary: Vocabulary) -> str:
     return re.sub("(phi)-?3", r"\1 3", title, flags=re.IGNORECASE)
 
 
-def _write_keys(writer: Any, config: Any, vocabulary: Vocabulary, title: str, where: str) -> list[FileTensor]:
+def _write_keys(writer: Any, config: Any, vocabulary: GgufVocabulary, title: str, where: str) -> list[FileTensor]:
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(_shown_name(title, vocabulary))
     write_sizes(writer, config)

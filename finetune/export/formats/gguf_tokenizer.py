@@ -35,7 +35,7 @@ NORMALIZERS = ({"NFC"}, set[str]())  # of byte-level tokenizers; llama.cpp takes
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GgufVocabulary:
     """A tokenizer in llama.cpp's terms. Returned by `describe_tokenizer`."""
 
     model: str  # "llama": SentencePiece's BPE; "gpt2": byte-level BPE; "gemma4": the first with merges
@@ -53,7 +53,7 @@ class Vocabulary:
     doubts: tuple[str, ...] = ()  # where llama.cpp may cut a text otherwise
 
 
-def describe_tokenizer(tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None = None) -> Vocabulary:
+def describe_tokenizer(tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None = None) -> GgufVocabulary:
     """A tokenizer of transformers, loaded from `folder`, for a model whose embedding has so many `rows`.
 
     Args:
@@ -85,7 +85,7 @@ def describe_tokenizer(tokenizer: Any, rows: int, folder: Path, pre_tokenizer: s
     if not model.get("byte_fallback") and any(part["type"] == "ByteLevel" for part in parts):
         pre = pre_tokenizer or _name_pre_tokenizer(described, parts, has_merges=bool(pairs), folder=folder)
         merges = [" ".join(map(_spell, pair)) for pair in pairs] or NO_MERGES
-        return Vocabulary("gpt2", pre, merges=merges, **common)
+        return GgufVocabulary("gpt2", pre, merges=merges, **common)
     if not model.get("byte_fallback") or any(part["type"] not in ("Metaspace", "Split") for part in parts):
         raise UserError(f"{folder}: a BPE that is neither byte-level nor SentencePiece's; export safetensors")
     doubts = _find_doubts(model["vocab"], set(pairs))
@@ -93,12 +93,12 @@ def describe_tokenizer(tokenizer: Any, rows: int, folder: Path, pre_tokenizer: s
     if (
         doubts and common["adds_bos"] and not adds_space
     ):  # Gemma's kind, whose merges newer versions of llama.cpp follow
-        return Vocabulary("gemma4", "gemma4", merges=[" ".join(pair) for pair in pairs], **common)
+        return GgufVocabulary("gemma4", "gemma4", merges=[" ".join(pair) for pair in pairs], **common)
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):
         ranks.setdefault("".join(pair), rank)  # several pairs may make one token
     scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
-    return Vocabulary("llama", "default", scores=scores, adds_space=adds_space, doubts=doubts, **common)
+    return GgufVocabulary("llama", "default", scores=scores, adds_space=adds_space, doubts=doubts, **common)
 
 
 def _spell(token: str) -> str:
@@ -219,7 +219,7 @@ def _find_doubts(vocabulary: Mapping[str, int], pairs: set[tuple[str, ...]]) -> 
     return ()
 
 
-def write_tokenizer(writer: Any, vocabulary: Vocabulary) -> None:
+def write_tokenizer(writer: Any, vocabulary: GgufVocabulary) -> None:
     """Adds `vocabulary` to a `gguf.GGUFWriter`."""
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
