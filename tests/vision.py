@@ -111,7 +111,8 @@ OUTPUT_16 = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_outp
 MORE: dict[str, dict[str, Any]] = {
     "gemma4": {
         "text_config": GEMMA_4,
-        "vision_config": VISION | {"model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 2},
+        "vision_config": VISION
+        | {"model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64},
         "audio_config": None,
         "image_token_id": IMAGE,
         "boi_token_id": START,
@@ -168,6 +169,12 @@ MORE: dict[str, dict[str, Any]] = {
         "text_config": rope(mrope_section=[1, 1, 2], partial_rotary_factor=1.0),
         "vision_config": QWEN_VISION | {"image_size": 28},
         **QWEN_IDS,
+    },
+    "idefics3": {
+        "text_config": {"model_type": "llama"},
+        "vision_config": VISION,
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
     },
     "llava": {
         "text_config": {"model_type": "llama"},
@@ -254,6 +261,7 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
 
 # What stands in a text for an image, and the processors of the families whose images are tried.
 PLACES = {"image_token": "<|image|>", "video_token": "<|video|>", "start_token": "<|img|>", "end_token": "<|/img|>"}
+IDEFICS_PLACES = ["<image>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>"]  # its processor's own
 GEMMA_NAMES = {"image_token": "<|image|>", "boi_token": "<|img|>", "eoi_token": "<|/img|>"}
 INTERNVL_NAMES = {
     "context_image_token": "<|image|>",
@@ -319,6 +327,19 @@ PROCESSORS |= {
         SMOLVLM_NAMES,
         "<|image|>",
     ),
+    "idefics3": (
+        {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 56}}
+        | {"max_image_size": {"longest_edge": 28}},
+        {"image_seq_len": 1},
+        {},
+        "<image>",
+    ),
+    "gemma4": (
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 14, "max_soft_tokens": 70},
+        {"image_seq_length": 70},
+        GEMMA_NAMES | {"audio_token": "<|img|>", "boa_token": "<|img|>", "eoa_token": "<|img|>"},
+        "<|image|>",
+    ),
     "llava": (CLIP, STRATEGY, {"image_token": "<|image|>"}, "<|image|>"),
     "llava_next": (
         CLIP
@@ -343,7 +364,8 @@ def add_processor(folder: Path, family: str) -> Path:
     image, processor, names, place = PROCESSORS[family]
     plain = make_tokenizer()
     backend = plain.backend_tokenizer
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in PLACES.values()])
+    places = IDEFICS_PLACES if family == "idefics3" else [*PLACES.values()]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in places])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=plain.bos_token,
@@ -352,7 +374,7 @@ def add_processor(folder: Path, family: str) -> Path:
         chat_template=PARTS_TEMPLATE.replace("PLACE", place),
         extra_special_tokens=names,
     )
-    assert tokenizer.convert_tokens_to_ids(list(PLACES.values())) == [IMAGE, VIDEO, START, END]
+    assert tokenizer.convert_tokens_to_ids(places) == [IMAGE, VIDEO, START, END]
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
     (folder / "processor_config.json").write_text(json.dumps(processor))

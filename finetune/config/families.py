@@ -326,7 +326,8 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("hyperclovax", "hyperclovax_vision_v2"), Family(multiplies_logits=True)),
     # Whole vision-language models.
     "gemma3": Family(takes_images=True, images_see_themselves=True),
-    **dict.fromkeys(("glm4v", "glm46v", "internvl", "llava", "llava_next", "mistral3", "smolvlm"), WITH_IMAGES),
+    **dict.fromkeys(("gemma4", "glm4v", "glm46v", "idefics3", "internvl", "llava"), WITH_IMAGES),
+    **dict.fromkeys(("llava_next", "mistral3", "smolvlm"), WITH_IMAGES),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), WITH_IMAGES),
 }
 IMAGE_FAMILIES = [name for name, family in FAMILIES.items() if family.takes_images]

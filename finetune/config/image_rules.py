@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="images beyond the plan", keys=("datasets",), when=lambda c: c.images,
         message="rows hold images: the plan counts their tokens with the row's, and not what the vision tower needs "
-        "while it runs",
+        "while it runs, or keeps where it is trained",
         is_note=True,
     ),
 )  # fmt: skip

@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from io import BytesIO
@@ -20,7 +21,7 @@ from finetune.config.schema import Model
 from finetune.constants import PROCESSOR_FILES
 from finetune.data.messages import IMAGE, BadRow, describe_value
 from finetune.errors import UserError
-from finetune.pretrained_config import load_config
+from finetune.pretrained_config import load_config, text_config_of
 
 MAX_PIXELS = 89_478_485  # of an image; Pillow warns beyond it
 MAX_BYTES = 4 * MAX_PIXELS  # of its file
@@ -121,7 +122,7 @@ class ImageProcessor:
         from transformers import AutoImageProcessor
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-        name, family = self._name, self.family
+        name, family = self._name, str(load_config(self._model).model_type)
         if name is None or family not in PROCESSOR_MAPPING_NAMES:
             raise UserError(f"{name or family}: a row holds an image, and this model takes none; name another model")
         options = {"revision": self._model.model_revision} if name == self._model.model_name_or_path else {}
@@ -131,7 +132,7 @@ class ImageProcessor:
             known = _find_processor_class(named or PROCESSOR_MAPPING_NAMES[family])
             parts = dict.fromkeys(known.get_attributes())
             parts |= {"image_processor": AutoImageProcessor.from_pretrained(name, backend="pil", **options)}
-            parts |= {"tokenizer": self._tokenizer}
+            parts |= {"tokenizer": deepcopy(self._tokenizer)}  # a processor may leave its own padding in it
             values = known.get_processor_dict(name, **options)[0]
             checks = {"check_argument_for_proper_class": lambda *_: None}  # the part for videos is None
             unchecked: Any = type(known.__name__, (known,), checks)
@@ -171,8 +172,10 @@ class ImageProcessor:
 
     @property
     def family(self) -> str:
-        """The model_type of the model's config."""
-        return str(load_config(self._model).model_type)
+        """The model_type of the model's config, and how its images see themselves where that is known of no family."""
+        config = load_config(self._model)
+        in_windows = getattr(text_config_of(config), "use_bidirectional_attention", None) == "vision"
+        return f"{config.model_type} with use_bidirectional_attention: vision" if in_windows else str(config.model_type)
 
     @property
     def token(self) -> str:

@@ -132,6 +132,8 @@ class _NoMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises on a computation with a meta tensor, which has no values: a copy of one is whatever was in memory."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default and not args[0].is_meta:
+            kwargs = {**(kwargs or {}), "device": "cpu"}  # Idefics 3 moves states to where its parameters are
         result = function(*args, **(kwargs or {}))
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs, result))):
             raise UserError(

@@ -297,6 +297,7 @@ def converse(speakers: Sequence[Speaker], sampling: AnswerOptions, system: str |
                 print(HELP)
             case "/new" | "/system":
                 system = (rest.strip() or None) if command == "/system" else system
+                images = []
                 for speaker in speakers:
                     speaker.start_over(system)
                 print_styled("a new conversation", "dim")

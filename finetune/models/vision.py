@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from finetune.config.families import find_family
-from finetune.distributed.language_model import base_of, trunk_of
+from finetune.distributed.language_model import base_of, other_parts, trunk_of
 from finetune.errors import UserError
 from finetune.models.attention.documents import BOUNDARIES, NAME, NO_MASK
 
@@ -35,7 +35,11 @@ def forward_images(model: Any, images: Mapping[str, Tensor], counts: Sequence[in
     base, trunk = base_of(model), trunk_of(model)
     if "mm_encoder_outputs" not in inspect.signature(base.forward).parameters:
         raise UserError("images need transformers 5.20 or later; upgrade it")
-    features = base.get_image_features(**images, return_dict=True)
+    is_trained = any(parameter.requires_grad for part in other_parts(model) for parameter in part.parameters())
+    with torch.set_grad_enabled(
+        is_trained and torch.is_grad_enabled()
+    ):  # else checkpointing would keep its layers' inputs
+        features = base.get_image_features(**images, return_dict=True)
     kwargs["use_cache"] = False
     if not any(counts):
         hidden: Tensor = trunk(**kwargs).last_hidden_state

@@ -72,7 +72,7 @@ class Computation:
     grouped_attention: bool = True  # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
     sequence_ranks: int = 1  # that divide the tokens of a row, in attention the heads
     drops_attention: bool = False  # attention_dropout is not 0
-
+    masks_images: bool = False  # the tokens of an image see each other, by a mask of each document
     divides_vocabulary: bool = False  # tensor parallelism: the softmax is normalized over ranks
     expert_ranks: int = 1  # that divide a layer's experts between them, which get their inputs from other ranks
 
@@ -249,6 +249,8 @@ def _attention(a: Architecture, run: Computation) -> int:
     if is_written_out:
         total -= inside * output + FP32 * a.heads  # of a fused kernel: its output and the log-sum-exp
         total += a.heads * run.document_length * _score_bytes(a, inside)
+    if run.masks_images:  # which the kernel adds to the scores
+        total += inside * run.document_length
     if a.family.fused and inside == size:
         total += size * (query + key_value)  # value is a view of the whole fused output, which no cast frees
     return total

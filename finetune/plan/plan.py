@@ -71,6 +71,7 @@ def make_plan(
     on_cpu: bool = False,
     read: tuple[int, int] | None = None,
     links: Links | None = None,
+    images: str | None = None,
 ) -> Plan:
     """The plan of a run. `read`: an epoch's tokens and the run's steps, if known; `links`: other than the device's.
 
@@ -87,6 +88,7 @@ def make_plan(
         device="cpu" if on_cpu or sharding.use_cpu else "cuda",
         grouped_attention=_torch_version() >= (2, 12),
         teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe.method),
+        images=images,
     )
     problems = refuse_problems(replace(spec, recipe=asked).find_problems())
     stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))

@@ -8,6 +8,7 @@ from typing import Literal
 
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import Problem
+from finetune.config.families import find_family
 from finetune.config.layout import Sharding, compute_dtype, gathers_fp8, is_multiplied_in_fp8, split_layers
 from finetune.config.optimizers import count_offloaded_bytes, list_offloaded_itemsizes
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size
@@ -71,6 +72,7 @@ class RunSpec:
     grouped_attention: bool = True  # see Computation
     teacher: TeacherSpec | None = None
     stage: int = 0
+    images: str | None = None  # the family of the whole model, where rows hold images
 
     def find_problems(self) -> list[Problem]:
         """What keeps the run from starting, as far as a plan knows, and notes."""
@@ -263,6 +265,7 @@ class RunSpec:
             expert_ranks=self.sharding.expert_parallel_size,
             sequence_ranks=self.sharding.sequence_parallel_size,
             drops_attention=self.drops_attention,
+            masks_images=self.images is not None and find_family(self.images).images_see_themselves,
         )
 
     @property

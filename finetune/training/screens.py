@@ -276,7 +276,7 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     """Prints the plan of a run on prepared data."""
     on_cpu, report = world.device.type == "cpu", data.report
     read = (report.tokens, data.train.steps) if report.is_complete else None
-    plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu, read=read)
+    plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu, read=read, images=data.images)
     ours = "causal SDPA, document by document" if on_cpu else "varlen"
     attention = ours if recipe.model.attn_implementation == "auto" else recipe.model.attn_implementation
     print(format_plan(plan))

@@ -394,6 +394,10 @@ def test_a_conversation_at_a_terminal(tiny_llama: Callable[..., Path], tmp_path:
             ("/help\n", "start over, with this system message"),
             ("/nothing\n", "/nothing: no such command; /help lists them"),
             ("/system Be brief.\n", "a new conversation"),
+            ("/image docs/report.png\n", "docs/report.png"),
+            ("/new\n", "a new conversation"),
+            (f"{QUESTION}\n", "[cut after 8 tokens"),  # without the image, which this model would refuse
+            ("/new\n", "a new conversation"),
             (f"{'word ' * 200}\n", "tokens, and the model reads 512 at most"),
         ):
             os.write(terminal, typed.encode())

@@ -39,7 +39,7 @@ from tests.vision import add_processor, draw_image, make_image_chat, make_vision
 STEPS = 3
 PACKED = (
     *("qwen2_5_vl", "gemma3", "internvl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"),
-    *("llava", "llava_next", "pixtral", "mistral3", "smolvlm", "qwen3_5", "qwen3_5_moe"),
+    *("llava", "llava_next", "pixtral", "mistral3", "smolvlm", "qwen3_5", "qwen3_5_moe", "gemma4", "idefics3"),
 )
 # (family, layout, ranks); "-few": most rows have no image
 WANTED = [
@@ -87,9 +87,8 @@ def recipes(folder: Path) -> dict[str, Path]:
         model = add_processor(make_vision_model(folder / family / "model", family), family)
         steps: dict[str, Any] = {"global_batch_size": 3, "max_steps": STEPS, "save_steps": 1, "max_length": 128}
         steps |= {"packing": True, "per_device_train_batch_size": 2}
-        steps |= (
-            {"max_length": 256} if family == "smolvlm" else {}
-        )  # an image is cut into parts, each of which is named
+        # An image is cut into parts, each of which is named, or never smaller than so many tokens.
+        steps |= {"max_length": {"smolvlm": 256, "idefics3": 512, "gemma4": 512}.get(family, 128)}
         kinds: dict[str, dict[str, Any]] = {"": {}, "-few": {}, "-lora": LORA}
         kinds["-tower"] = {"trainable_modules": TOWER[family]} if family in TOWER else {}
         kinds["-padded"] = {"packing": False, "attn_implementation": "sdpa"}
@@ -130,6 +129,24 @@ def test_losses_and_gradients_are_those_of_one_document_at_a_time(
     for line, (loss, norm) in zip(steps_of(runs(name, layout, ranks)), expected, strict=True):
         assert line["loss"] == pytest.approx(loss, rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_every_family_trains_on_images_on_two_ranks(folder: Path, recipes: dict[str, Path]) -> None:
+    """Sharded and replicated, each in full with its tower frozen."""
+    families = [family for family in dict.fromkeys(name for name, *_ in TRAINED) if "-" not in family]
+    wanted = [(family, layout, 2) for family in families for layout in ("full_shard", "ddp")]
+    (folder / "two").mkdir()
+    runs = train_families(folder / "two", recipes, wanted, [])
+    for family in families:
+        processor = open_processor(folder / family / "model", family)
+        expected = reference.train(
+            recipes[family], prepare=_freeze_tower, inputs_of=partial(process_row, processor=processor)
+        )
+        for layout in ("full_shard", "ddp"):
+            for line, (loss, norm) in zip(steps_of(runs(family, layout, 2)), expected, strict=True):
+                assert line["loss"] == pytest.approx(loss, rel=1e-5), (family, layout)
+                assert line["grad_norm"] == pytest.approx(norm, rel=1e-4), (family, layout)
 
 
 def test_pairs_with_images_are_compared_as_by_the_whole_class(tmp_path: Path) -> None:

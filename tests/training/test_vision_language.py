@@ -218,10 +218,10 @@ def test_an_adapter_without_effect_on_the_class_is_refused(
 def test_further_families_train_as_the_whole_class(tmp_path: Path) -> None:
     recipes = make_recipes(tmp_path, MORE)
     wanted = [(recipe, "single", 1) for recipe in recipes if not recipe.endswith(("-text", "-dpo"))]
-    sharded = [(family, "full_shard", 2) for family in MORE]
-    runs = train_families(tmp_path, recipes, wanted + sharded, wanted)
+    on_two = [(family, layout, 2) for family in MORE for layout in ("full_shard", "ddp")]
+    runs = train_families(tmp_path, recipes, wanted + on_two, wanted)
     for family in MORE:
-        for layout, ranks in (("single", 1), ("full_shard", 2)):
+        for layout, ranks in (("single", 1), ("full_shard", 2), ("ddp", 2)):
             assert_losses(runs(family, layout, ranks), reference.losses(recipes[family]), norms=1e-4)
         for run in (runs(family, "single", 1), runs(f"{family}-lora", "single", 1)):
             open_whole(run / "export")
