@@ -32,10 +32,7 @@ from benchmarks.layouts_counted import communication, kept_bytes, planned_commun
 from benchmarks.layouts_shown import Measured, plot, table
 from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, Model, Optimization
-from finetune.data.batches import (
-    MicroBatch,
-    StepBatch,
-)
+from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.accelerator import EXPERT, TENSOR
 from finetune.distributed.gradients import clip_gradients
 from finetune.distributed.world import World, join, leave

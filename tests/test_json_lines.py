@@ -34,9 +34,7 @@ def test_a_cut_line_is_dropped_and_the_next_one_does_not_join_it(tail: bytes, tm
     with path.open("ab") as file:
         file.write(tail)
     assert read_json_lines(path) == [SEPARATED]
-    assert answers_before_and_after(path, 4) == [
-        "  one two three  before: '4'  after: '4'  right",
-    ]
+    assert answers_before_and_after(path, 4) == ["  one two three  before: '4'  after: '4'  right"]
     append_json_lines(path, [SEPARATED | {"step": 6}, {"step": 7, "prompt": "\ud800"}])
     assert read_json_lines(path) == [SEPARATED, SEPARATED | {"step": 6}, {"step": 7, "prompt": "\ud800"}]
     assert answers_before_and_after(path, 7) == []

@@ -76,11 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         **QWEN_IDS,
     },
-    "qwen3_5": {
-        "text_config": LINEAR,
-        "vision_config": QWEN_VISION | {"num_position_embeddings": 16},
-        **QWEN_IDS,
-    },
+    "qwen3_5": {"text_config": LINEAR, "vision_config": QWEN_VISION | {"num_position_embeddings": 16}, **QWEN_IDS},
 }
 
 

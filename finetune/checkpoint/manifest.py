@@ -191,11 +191,7 @@ def find_problems(
 
 
 def _file_problems(
-    checkpoint: Path,
-    manifest: Manifest,
-    checksums: bool,
-    parts: Collection[str],
-    advance: Callable[[int], object],
+    checkpoint: Path, manifest: Manifest, checksums: bool, parts: Collection[str], advance: Callable[[int], object]
 ) -> Iterator[str]:
     others = set(PARTS) - set(parts)
     expected = {checkpoint / n: entry for n, entry in manifest.files.items() if PurePosixPath(n).parts[0] not in others}

@@ -115,11 +115,7 @@ def publish(run_folder: Path, staging: Path, step: int) -> Path:
 
 
 def prune(
-    run_folder: Path,
-    newest: int,
-    keep: int | None,
-    keep_every_steps: int | None = None,
-    best_step: int | None = None,
+    run_folder: Path, newest: int, keep: int | None, keep_every_steps: int | None = None, best_step: int | None = None
 ) -> list[str]:
     """Removes all but the newest `keep` checkpoints up to step `newest`, by step and never by time. None keeps all.
 

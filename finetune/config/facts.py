@@ -8,12 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.families import Family, find_family, read_family_source
-from finetune.config.quantization import (
-    name_load_key,
-    quantize_teacher,
-    read_published_form,
-    read_stored_quantization,
-)
+from finetune.config.quantization import name_load_key, quantize_teacher, read_published_form, read_stored_quantization
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.errors import UserError
 

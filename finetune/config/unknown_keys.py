@@ -66,10 +66,7 @@ MEANT: Mapping[str, tuple[str, str]] = {
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
     "optim": {other: ours for ours, facts in OPTIMIZERS.items() for other in facts.other_names},
     "lr_scheduler_type": {"constant_lr": "constant", "1-sqrt": "warmup_stable_decay"},
-    "method": {
-        "ipo": "method: dpo with loss_type: ipo",
-        "rpo": "method: dpo with rpo_alpha",
-    },
+    "method": {"ipo": "method: dpo with loss_type: ipo", "rpo": "method: dpo with rpo_alpha"},
     "attn_implementation": {
         "fa2": "flash_attention_2",
         "fa3": "flash_attention_3",

@@ -240,9 +240,7 @@ def _drop_unused(method: str, found: Conversion) -> None:
 FROM_SCRATCH = "training a named architecture from random weights"
 # What a key alone says, by tool: the lacking capability -> the keys.
 REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
-    "TRL": {
-        "distillation": ("teacher_model_name_or_path", "lmbda"),
-    },
+    "TRL": {"distillation": ("teacher_model_name_or_path", "lmbda")},
     "Axolotl": {
         "reward model": ("reward_model", "process_reward_model"),
         "classification": ("num_labels",),

@@ -23,12 +23,7 @@ from finetune.data.data_report import DataReport, Report, SourceReport, StreamRe
 from finetune.data.examples import Examples, Prompt, cut_prompts
 from finetune.data.mixture import find_held_out_in_training, find_same_ratings, hold_out, mix_sources, select_examples
 from finetune.data.packing import BatchConfig, make_generator
-from finetune.data.sources import (
-    RowBatch,
-    describe_source,
-    fingerprint_samples,
-    interleave_sources,
-)
+from finetune.data.sources import RowBatch, describe_source, fingerprint_samples, interleave_sources
 from finetune.data.token_cache import cache_folder, hash_inputs, open_cached_store, open_or_write_store
 from finetune.data.token_store import Tokens, TokenStore, keep_in_memory
 from finetune.data.tokenize import SourceStats, tokenize_rows

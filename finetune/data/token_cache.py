@@ -79,12 +79,7 @@ def cache_folder(data: Data) -> Path:
 
 
 def cache_key(
-    source: DatasetSource,
-    content: dict[str, str],
-    data: Data,
-    tokenizer: Any,
-    seed: int = 0,
-    kind: RowKind = "answers",
+    source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any, seed: int = 0, kind: RowKind = "answers"
 ) -> str:
     """A name for everything that makes the tokens: rows, tokenizer, template, options, and the seed that draws."""
     described = {key: value for key, value in asdict(source).items() if key not in ("weight", "max_samples")}

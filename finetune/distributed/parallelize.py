@@ -414,11 +414,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _materialize(
-    model: nn.Module,
-    values: Values,
-    parameters_on: torch.device,
-    buffers_on: torch.device,
-    unfilled: frozenset[str],
+    model: nn.Module, values: Values, parameters_on: torch.device, buffers_on: torch.device, unfilled: frozenset[str]
 ) -> None:
     """Gives meta parameters memory and fills each but the `unfilled` from `values`, reading only this rank's slices."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # real: rotary frequencies are computed

@@ -26,30 +26,11 @@ from finetune.files.run_json import BenchmarkResult, benchmark_table, load_json,
 
 CARD_FILE = "README.md"
 RECIPE_KEYS = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "num_train_epochs",
-    "max_steps",
-    "global_batch_size",
-    "max_length",
-    "packing",
-    "optim",
-    "weight_decay",
-    "seed",
-    "trainable_modules",
-    "frozen_modules",
-    "use_peft",
-    "adapter_name_or_path",
-    "lora_r",
-    "lora_alpha",
-    "lora_target_modules",
-    "lora_target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "use_rslora",
-    "use_dora",
-)
+    "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps", "global_batch_size", "max_length", "packing",
+    "optim", "weight_decay", "seed", "trainable_modules", "frozen_modules", "use_peft", "adapter_name_or_path",
+    "lora_r", "lora_alpha", "lora_target_modules", "lora_target_parameters", "rank_pattern", "alpha_pattern",
+    "modules_to_save", "use_rslora", "use_dora",
+)  # fmt: skip
 LICENSE_KEYS = ("license", "license_name", "license_link")  # the hub's fields; the last two where the first is "other"
 UNKNOWN_LICENSE = "unknown"
 OTHER_BASE = "**These are not the weights that the adapter was trained on**: `--base-model` named them for the export."
@@ -320,19 +301,10 @@ def _is_hub_name(name: str) -> bool:
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
-    "tokenizer*.json",
-    "tokenizer.model*",
-    "*.tiktoken",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*.jin*",
-    "chat_template*.json",
-    "additional_chat_templates/*.jinja",
-    *PROCESSOR_FILES,
-)
+    "tokenizer*.json", "tokenizer.model*", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template*.jin*", "chat_template*.json",
+    "additional_chat_templates/*.jinja", *PROCESSOR_FILES,
+)  # fmt: skip
 
 
 def write_metadata(

@@ -190,9 +190,7 @@ def _bias_update(adapter: Adapter, module: str, where: str) -> WeightUpdate:
     bias = adapter.tensors[f"{module}.lora_B.bias"]
     scale, _ = scale_of(adapter.config, module, where)
     return WeightUpdate(
-        lambda base, slices: base + scale * read_slice(bias, slices).float(),
-        bias.shape,
-        frozenset({bias.name}),
+        lambda base, slices: base + scale * read_slice(bias, slices).float(), bias.shape, frozenset({bias.name})
     )
 
 

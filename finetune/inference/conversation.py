@@ -229,11 +229,7 @@ class Chat:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(
-        self,
-        prompt: str,
-        max_new_tokens: int = 512,
-        temperature: float | None = None,
-        images: Sequence[str] = (),
+        self, prompt: str, max_new_tokens: int = 512, temperature: float | None = None, images: Sequence[str] = ()
     ) -> str:
         """The model's answer to `prompt`, after all that was said before.
 

@@ -70,10 +70,7 @@ class LoadOptions:
 
 
 def load_model(
-    reference: ModelReference,
-    options: LoadOptions,
-    log: Callable[[str], object],
-    default_template: str | None = None,
+    reference: ModelReference, options: LoadOptions, log: Callable[[str], object], default_template: str | None = None
 ) -> InferenceModel:
     """Loads a model on the GPUs of this machine, or its CPU. `default_template` is used where it has none of its own.
 
@@ -131,11 +128,7 @@ def describe_base(model: InferenceModel, reference: ModelReference) -> str:
 
 
 def choose_template(
-    tokenizer: Any,
-    reference: ModelReference,
-    options: LoadOptions,
-    default: str | None,
-    log: Callable[[str], object],
+    tokenizer: Any, reference: ModelReference, options: LoadOptions, default: str | None, log: Callable[[str], object]
 ) -> str | None:
     """The chat template to ask in: the one that is named, the tokenizer's own, else what the model was trained with.
 

@@ -33,12 +33,7 @@ class Rounding:
 
 def torchao_config(keys: QuantizationAware) -> Any:
     """torchao's name for the recipe's scheme: what `QATConfig` and `quantize_` take."""
-    from torchao.quantization import (
-        Int8DynamicActivationIntxWeightConfig,
-        IntxWeightOnlyConfig,
-        PerAxis,
-        PerGroup,
-    )
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerAxis, PerGroup
 
     assert keys.quantization_aware_training is not None
     scheme = SCHEMES[keys.quantization_aware_training]

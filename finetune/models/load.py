@@ -53,13 +53,7 @@ from finetune.models.quantized.base import (
     split_quantized,
 )
 from finetune.models.vision import record_outputs
-from finetune.models.weights import (
-    convert_to_parameters,
-    load_buffers,
-    seeded_values,
-    stored_values,
-    untie_as_stored,
-)
+from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values, untie_as_stored
 from finetune.pretrained_config import Vocabulary, is_vision_language, load_config, text_config_of, trained_config
 
 UNQUANTIZED, UNROUNDED = Quantization(), QuantizationAware()

@@ -130,9 +130,7 @@ def _suggest_pipeline(spec: RunSpec, speed: Speed, mfu: float, links: Links | No
         return
     model = replace(spec.recipe.model, pipeline_parallel_size=nodes)
     staged = replace(
-        spec,
-        recipe=replace(spec.recipe, model=model),
-        sharding=replace(spec.sharding, pipeline_parallel_size=nodes),
+        spec, recipe=replace(spec.recipe, model=model), sharding=replace(spec.sharding, pipeline_parallel_size=nodes)
     )
     if staged.accumulation < nodes or any(not problem.is_note for problem in staged.find_problems()):
         return

@@ -240,11 +240,7 @@ def format_storage(room: Disk, node: Host) -> str:
     ]
     if room.offload:
         lines.append(f"offload    {gib(room.offload)} GiB a node in offload_dir, read and written in every step")
-    parts = {
-        "offloaded state": node.offloaded,
-        "buffers": node.buffers,
-        "offloaded activations": node.activations,
-    }
+    parts = {"offloaded state": node.offloaded, "buffers": node.buffers, "offloaded activations": node.activations}
     shown = "".join(f", {name} {gib(size)}" for name, size in parts.items() if size)
     lines.append(
         f"host       {gib(node.total)} GiB a node: processes {gib(node.processes)}{shown}, while saving "

@@ -40,15 +40,8 @@ COUNT_NAMES = {
     "held out groups undesirable": "held-out answers rated bad",
 }
 COLUMNS = (
-    "rows_read",
-    "rows_skipped",
-    "examples",
-    "pairs",
-    "tokens",
-    "trained_tokens",
-    "overlong",
-    "duplicates",
-)
+    "rows_read", "rows_skipped", "examples", "pairs", "tokens", "trained_tokens", "overlong", "duplicates",
+)  # fmt: skip
 ALWAYS_DIFFERENT = ("output_dir", "run_name")
 NOT_COMPARED = ("num_processes", "distributed_type", "use_cpu")  # of the Accelerate file: ranks and device say it
 

@@ -9,11 +9,7 @@ from torch import nn
 
 from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.schema import Recipe
-from finetune.distributed.gradients import (
-    combine_norms,
-    measure_norm,
-    whole_norm,
-)
+from finetune.distributed.gradients import combine_norms, measure_norm, whole_norm
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World
 from finetune.optim.update_rules import seed_rounding

@@ -64,10 +64,7 @@ def test_rewards_of_trl_and_of_the_user_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "cause"),
-    [
-        ("loss_type: sapo\n", "another loss (SAPO)"),
-        ("reward_model_name_or_path: a/rm\n", "a reward model"),
-    ],
+    [("loss_type: sapo\n", "another loss (SAPO)"), ("reward_model_name_or_path: a/rm\n", "a reward model")],
 )
 def test_what_has_no_loss_here_is_refused_by_name(text: str, cause: str, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="not supported") as refusal:

@@ -122,11 +122,7 @@ CASES = (
     Case(name="int8, one process", layout="single", lora=PEFT, quantization=Quantization(load_in_8bit=True)),
     Case(name="neftune", optimizations={"step": replace(FUSED, neftune_noise_alpha=5.0, label_smoothing=0.1)}),
     Case(
-        name="sequence, dpo",
-        sharding=IN_SEQUENCES,
-        lora=PEFT,
-        method=DPO,
-        make_objective=compare_pairs(adapters_off),
+        name="sequence, dpo", sharding=IN_SEQUENCES, lora=PEFT, method=DPO, make_objective=compare_pairs(adapters_off)
     ),
     Case(name="sequence, more ranks than heads", sharding={"sequence_parallel_size": 8}, ranks=8),
     Case(name="tensor", family="qwen3", ranks=4, sharding=IN_TENSORS, accumulation=2),

@@ -86,8 +86,7 @@ def expected_places(case: Case, optimization: Optimization) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow) for case in CASES],
+    "case", [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow) for case in CASES]
 )
 def test_a_step_on_cuda_waits_for_the_device_where_it_must_and_nowhere_else(found: Any, case: Case) -> None:
     assert "error" not in found[case.name], found[case.name].get("error")

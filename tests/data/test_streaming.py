@@ -47,11 +47,7 @@ def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stream:
         )
         batch = Batch(per_device_train_batch_size=1, global_batch_size=3)
         recipe = Recipe(
-            path="recipe.yaml",
-            data=data,
-            batch=batch,
-            optimization=Optimization(max_steps=steps),
-            run=Run(seed=0),
+            path="recipe.yaml", data=data, batch=batch, optimization=Optimization(max_steps=steps), run=Run(seed=0)
         )
         return open_stream(recipe, make_tokenizer(), Rank(rank, size))
 

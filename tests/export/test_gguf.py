@@ -144,11 +144,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_found(tiny_llama: MakeM
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "family": (
-        {"model_type": "olmo2"},
-        [],
-        "olmo2: not among the families that are exported as GGUF: llama",
-    ),
+    "family": ({"model_type": "olmo2"}, [], "olmo2: not among the families that are exported as GGUF: llama"),
     "activation": ({"hidden_act": "gelu"}, [], "hidden_act: 'gelu', where llama.cpp's llama has 'silu'"),
     "rope": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},

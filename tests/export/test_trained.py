@@ -23,11 +23,7 @@ from tests.export.trained import IDS
 from tests.ranks import ROOT, launch_ranks
 
 LAYOUTS = ("fsdp2", "fsdp1", "ddp")
-FULL: dict[str, dict[str, Any]] = {
-    "untied": {},
-    "tied": {"tie_word_embeddings": True},
-    "bf16": {"dtype": "bfloat16"},
-}
+FULL: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tie_word_embeddings": True}, "bf16": {"dtype": "bfloat16"}}
 LORA: dict[str, dict[str, Any]] = {
     "lora": {},
     "dora": {"use_dora": True, "use_rslora": True, "lora_target_modules": ["q_proj", "down_proj"]},

@@ -31,9 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "compiled": {"sharding": {"layout": "fsdp2"}, "torch_compile": True},
 }
 HYBRID: dict[str, dict[str, Any]] = {
-    "hybrid": {
-        "sharding": {"layout": "fsdp2", "strategy": "HYBRID_SHARD", "replicate_size": 2, "shard_size": 2},
-    }
+    "hybrid": {"sharding": {"layout": "fsdp2", "strategy": "HYBRID_SHARD", "replicate_size": 2, "shard_size": 2}}
 }
 
 

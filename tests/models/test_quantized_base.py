@@ -35,19 +35,11 @@ UNQUANTIZED = Quantization()
 NOTHING_INSTALLED = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
 
 
-def adopted(
-    stored: dict[str, Any] | None,
-    asked: Quantization = UNQUANTIZED,
-) -> Quantization:
+def adopted(stored: dict[str, Any] | None, asked: Quantization = UNQUANTIZED) -> Quantization:
     """How the base of a run is quantized whose config.json says `stored` and whose recipe says `asked`."""
     extra = {} if stored is None else {"quantization_config": stored}
     model = Model(model_config={"model_type": "llama", **SIZES, **extra})
-    recipe = Recipe(
-        path="r.yaml",
-        model=model,
-        lora=Lora(use_peft=True),
-        quantization=asked,
-    )
+    recipe = Recipe(path="r.yaml", model=model, lora=Lora(use_peft=True), quantization=asked)
     return adopt_quantization(recipe, read_facts(load_config(model), None)).quantization
 
 

@@ -16,12 +16,7 @@ from tests.training.layouts import steps_of, train_all, write_config
 # Betas that fp32 holds exactly: torchao corrects for the start in fp32, where 1 - 0.999 is right to 3e-5 only.
 BETAS = (0.75, 0.875)
 EIGHT_BIT = Optimization(
-    optim="adamw_8bit",
-    learning_rate=0.1,
-    weight_decay=0.3,
-    adam_beta1=BETAS[0],
-    adam_beta2=BETAS[1],
-    adam_epsilon=1e-3,
+    optim="adamw_8bit", learning_rate=0.1, weight_decay=0.3, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=1e-3
 )
 STEPS, SAVED_AT = 6, 3
 

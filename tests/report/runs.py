@@ -86,12 +86,7 @@ def make_run(
     )
     finding = {"severity": "warning", "rows": 3, "of": 24, "what": "are duplicates", "where": ["chat.jsonl:7"]}
     source = {"path": "data/chat.jsonl", "rows_read": 2417, "examples": 2400, "tokens": 9000}
-    report = {
-        "rows": 24,
-        "sources": [source],
-        "lengths": {"median": 31},
-        "findings": [finding],
-    }
+    report = {"rows": 24, "sources": [source], "lengths": {"median": 31}, "findings": [finding]}
     if is_preference:
         none = {"desirable": 0, "undesirable": 0}
         report |= {"pairs": 15, **none, "held_out_groups": {"pairs": 5, **none}}

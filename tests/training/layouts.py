@@ -87,11 +87,7 @@ def write_config(
     if layout in FSDP2:
         fsdp |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | FSDP2[layout]
     elif layout in FSDP1:
-        fsdp |= {
-            "fsdp_version": 1,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_sharding_strategy": layout,
-        }
+        fsdp |= {"fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_sharding_strategy": layout}
     content: dict[str, Any] = {
         "distributed_type": {"ddp": "MULTI_GPU", "single": "NO"}.get(layout, "FSDP"),
         "mixed_precision": precision,

@@ -56,10 +56,7 @@ QUICK = [
     ("mixtral", "single", 1),
     ("qwen3_moe", "full_shard", 1),
 ]
-WANTED = [
-    *QUICK,
-    *((family, "full_shard", 2) for family in FAMILIES if family not in QUICK_FAMILIES),
-]
+WANTED = [*QUICK, *((family, "full_shard", 2) for family in FAMILIES if family not in QUICK_FAMILIES)]
 
 
 @pytest.fixture(scope="module")

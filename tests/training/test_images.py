@@ -25,14 +25,7 @@ from tests.conftest import make_chat, make_model
 from tests.data.world import Rank
 from tests.ranks import launch_ranks
 from tests.training import reference
-from tests.training.layouts import (
-    assert_bit_equal,
-    steps_of,
-    train_all,
-    train_families,
-    write_config,
-    write_recipe,
-)
+from tests.training.layouts import assert_bit_equal, steps_of, train_all, train_families, write_config, write_recipe
 from tests.training.test_vision_language import open_whole
 from tests.vision import add_processor, draw_image, make_image_chat, make_vision_model, open_processor, process_row
 

@@ -44,11 +44,7 @@ CASES: dict[str, tuple[Method, float, dict[str, Any]]] = {  # ours, label smooth
         0.0,
         {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.6},
     ),
-    "kto": (
-        Method(method="kto", beta=0.3, desirable_weight=1.4),
-        0.0,
-        {"beta": 0.3, "desirable_weight": 1.4},
-    ),
+    "kto": (Method(method="kto", beta=0.3, desirable_weight=1.4), 0.0, {"beta": 0.3, "desirable_weight": 1.4}),
 }
 Pair = tuple[
     list[int], list[int], list[int]

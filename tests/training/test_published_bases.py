@@ -196,9 +196,7 @@ def test_a_published_folder_is_exported_as_plain_weights(
     assert "quantization_config" not in json.loads((exported / "config.json").read_text())
 
 
-def test_a_chat_answers_from_the_dequantized_base(
-    runs: tuple[Callable[..., Path], dict[str, Path]],
-) -> None:
+def test_a_chat_answers_from_the_dequantized_base(runs: tuple[Callable[..., Path], dict[str, Path]]) -> None:
     """Under the adapter, with which it is the merged export."""
     run = runs[0]("deepseek_v3", "shard_grad_op", 2)
     models = [load_for_chat(find_model(str(run / part)), LoadOptions(), print).model for part in ("adapter", "export")]

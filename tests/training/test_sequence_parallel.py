@@ -180,10 +180,7 @@ def run(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Run:
         ]
         for saved, layout in RESUMED:
             if layout in here:  # the second changes nothing: what it saves is what it has read
-                runs += [
-                    resume(layout, saved, "resumed"),
-                    resume(layout, saved, "kept", *unchanged),
-                ]
+                runs += [resume(layout, saved, "resumed"), resume(layout, saved, "kept", *unchanged)]
         (folder / f"printed-{ranks}.txt").write_text(train_all(folder, runs, ranks=ranks, timeout=400))
 
     def trained(layout: str, *which: str) -> Path:

@@ -64,11 +64,7 @@ SLOW_FAMILIES: dict[str, dict[str, Any]] = {
 def recipes(folder: Path) -> dict[str, Path]:
     """A recipe for each mode and each family. The vocabulary is odd, so that two ranks divide it unevenly."""
     data = make_chat(folder / "chat.jsonl", rows=26)
-    common: dict[str, Any] = {
-        "global_batch_size": 4,
-        "max_steps": STEPS,
-        "save_total_limit": None,
-    }
+    common: dict[str, Any] = {"global_batch_size": 4, "max_steps": STEPS, "save_total_limit": None}
     model = make_model(folder / "model", hidden_size=72, vocab_size=509)
     modes = MODES | SLOW_MODES | {"streamed": STREAMED}
     made = {mode: write_recipe(folder / f"{mode}.yaml", model, data, **common | keys) for mode, keys in modes.items()}

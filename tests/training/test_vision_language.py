@@ -18,21 +18,12 @@ from finetune.files.run_json import read_benchmarks
 from tests.conftest import make_chat
 from tests.inference.test_evaluate import PROMPTS, make_task
 from tests.training import reference
-from tests.training.layouts import (
-    assert_last_step_again_is_bit_equal,
-    assert_losses,
-    train_families,
-    write_recipe,
-)
+from tests.training.layouts import assert_last_step_again_is_bit_equal, assert_losses, train_families, write_recipe
 from tests.training.test_preference_layouts import make_pairs
 from tests.vision import FAMILIES, MORE, image_prompt, make_vision_model, text_prompt
 
 STEPS = 3
-LORA: dict[str, Any] = {
-    "use_peft": True,
-    "lora_r": 4,
-    "lora_target_modules": ["q_proj", "v_proj", "o_proj"],
-}
+LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj", "o_proj"]}
 WITH_LORA = ("gemma3", "qwen3_5", "qwen2_5_vl")
 # (family, layout, ranks)
 WANTED = [

@@ -385,10 +385,7 @@ def attend_with_mask(
 
 
 # A recipe's name -> the module of its package, torch's name for it.
-FLASH_PACKAGES = {
-    "flash_attention_3": ("flash_attn_interface", "FA3"),
-    "flash_attention_4": ("flash_attn.cute", "FA4"),
-}
+FLASH_PACKAGES = {"flash_attention_3": ("flash_attn_interface", "FA3"), "flash_attention_4": ("flash_attn.cute", "FA4")}
 
 
 def activate_fastest_kernels() -> None:

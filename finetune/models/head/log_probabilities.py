@@ -36,11 +36,7 @@ from finetune.models.head.cross_entropy import CrossEntropyHead
 
 
 def head_log_probabilities(
-    head: CrossEntropyHead,
-    hidden: Tensor,
-    labels: Tensor,
-    trained_positions: Tensor | None,
-    temperature: float = 1.0,
+    head: CrossEntropyHead, hidden: Tensor, labels: Tensor, trained_positions: Tensor | None, temperature: float = 1.0
 ) -> Tensor:
     """A `HeadFunction`: `model(..., head_function=head_log_probabilities)` returns fp32[trained positions].
 
