@@ -1,4 +1,4 @@
-"""Files of TRL's GRPO trainer: prompts and completions of a step, rewards by their names, and what is done otherwise."""
+"""Files of TRL's GRPO trainer: prompts and completions of a step, rewards by their names, and what differs here."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -5,7 +5,7 @@ from typing import Any
 
 from finetune.config.qat_schemes import SCHEMES
 
-# torchao's quantizers, and pairs of Axolotl's dtypes (inputs, weights) -> our scheme, and the group where none is given.
+# torchao's quantizers, and pairs of Axolotl's dtypes (inputs, weights) -> our scheme, and its usual group.
 QUANTIZERS: Mapping[str, tuple[str, int | None]] = {
     "Int8DynActInt4WeightQATQuantizer": ("int8-int4", 256),
     "Int4WeightOnlyQATQuantizer": ("int4-packed", 256),
