@@ -71,6 +71,11 @@ def is_installed(package: str) -> bool:
 
 def _check_formats(options: ExportOptions) -> None:
     """Raises `UserError` where a format is unknown, or needs a package that is missing."""
+    if "mlx" in options.formats:
+        raise UserError(
+            "--format: mlx: MLX opens an export of safetensors as it is, and mlx_lm.convert -q quantizes it; leave "
+            "mlx out"
+        )
     known = {"--format": (options.formats, FORMATS), "--gguf-type": (options.gguf_types, GGUF_TYPES + GGUF_K_TYPES)}
     for flag, (given, possible) in known.items():
         if wrong := [each for each in given if each not in possible]:
