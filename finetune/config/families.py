@@ -198,41 +198,29 @@ DELTA_ATTENTION = Family(recurrence=Recurrence(modules=("DeltaAttention",)))
 FAMILIES: Mapping[str, Family] = {
     "llama": replace(LLAMA, llama_cpp=GGUF_LLAMA),
     "mistral": Family(
-        tensor_parallel="heads",
-        defaults=_sizes(4096, 14336, 32, 32, 8, 32000),
+        tensor_parallel="heads", defaults=_sizes(4096, 14336, 32, 32, 8, 32000),
         llama_cpp=replace(GGUF_LLAMA, biases=()),
     ),
     "qwen2": replace(QWEN_2, tensor_parallel="heads", llama_cpp=LlamaCpp(architecture="qwen2", biases=QUERY_KEY_VALUE)),
     "qwen3": replace(QWEN_3, tensor_parallel="heads", llama_cpp=LlamaCpp(architecture="qwen3")),
     "gemma": Family(
-        tensor_parallel="heads",
-        defaults=_sizes(3072, 24576, 28, 16, 16, 256000, head_dim=256),
-        tied=True,
-        query_key_value_bias="attention_bias",
-        norm_keeps_fp32=True,
-        llama_cpp=GGUF_GEMMA,
+        tensor_parallel="heads", defaults=_sizes(3072, 24576, 28, 16, 16, 256000, head_dim=256), tied=True,
+        query_key_value_bias="attention_bias", norm_keeps_fp32=True, llama_cpp=GGUF_GEMMA,
     ),
     "gemma2": replace(
         GEMMA_2, llama_cpp=replace(GGUF_GEMMA, architecture="gemma2", window_every=2, scales_like_27b=46)
     ),
     "gemma3_text": replace(
-        GEMMA_2,
-        defaults=GEMMA_2.defaults | {"vocab_size": 262208},
-        caps_scores=False,
-        query_key_norm="head",
+        GEMMA_2, defaults=GEMMA_2.defaults | {"vocab_size": 262208}, caps_scores=False, query_key_norm="head",
         llama_cpp=replace(GGUF_GEMMA, architecture="gemma3", window_every=6, scales_like_27b=62, has_own_head=True),
     ),
     "phi3": Family(
-        tensor_parallel="products",
-        defaults=_sizes(3072, 8192, 32, 32, None, 32064),
-        fused=True,
+        tensor_parallel="products", defaults=_sizes(3072, 8192, 32, 32, None, 32064), fused=True,
         llama_cpp=LlamaCpp(architecture="phi3", stretches_rope=("longrope",), rotates_parts=True),
     ),
     "granite": LLAMA,
     "smollm3": replace(
-        LLAMA,
-        defaults=_sizes(2048, 11008, 36, 16, 4, 128256),
-        tied=True,
+        LLAMA, defaults=_sizes(2048, 11008, 36, 16, 4, 128256), tied=True,
         llama_cpp=LlamaCpp(architecture="smollm3", rotates_neighbors=True, rope_skipped_every=4),
     ),
     "olmo2": replace(OLMO_2, tensor_parallel="products"),
@@ -244,8 +232,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmoe": Family(
         defaults=_sizes(2048, 2048, 16, 16, None, 50304, num_experts=64, num_experts_per_tok=8),
-        query_key_value_bias="attention_bias",
-        query_key_norm="all",
+        query_key_value_bias="attention_bias", query_key_norm="all",
         mixture=MixtureKeys(intermediate="intermediate_size"),
     ),
     "qwen2_moe": replace(
@@ -258,33 +245,24 @@ FAMILIES: Mapping[str, Family] = {
         QWEN_3,
         defaults=_sizes(2048, 6144, 24, 32, 4, 151936, num_experts=128, num_experts_per_tok=8)
         | {"moe_intermediate_size": 768},
-        mixture=MixtureKeys(some_are_dense=True),
-        llama_cpp=LlamaCpp(architecture="qwen3moe"),
+        mixture=MixtureKeys(some_are_dense=True), llama_cpp=LlamaCpp(architecture="qwen3moe"),
     ),
     "glm4_moe": Family(
         defaults=_sizes(4096, 10944, 46, 96, 8, 151552, n_routed_experts=128, n_shared_experts=1)
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
-        query_key_value_bias="attention_bias",
-        output_bias=False,
-        query_key_norm="head",
-        query_key_norm_key="use_qk_norm",
-        mixture=SHARED_EXPERTS,
+        query_key_value_bias="attention_bias", output_bias=False, query_key_norm="head",
+        query_key_norm_key="use_qk_norm", mixture=SHARED_EXPERTS,
     ),
     "deepseek_v3": Family(
         defaults=_sizes(7168, 18432, 61, 128, None, 129280, n_routed_experts=256, n_shared_experts=1)
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
         | {"q_lora_rank": 1536, "kv_lora_rank": 512}
         | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
-        query_key_value_bias="attention_bias",
-        latent_attention=True,
-        mixture=SHARED_EXPERTS,
+        query_key_value_bias="attention_bias", latent_attention=True, mixture=SHARED_EXPERTS,
     ),
     "gpt_oss": Family(
         defaults=_sizes(2880, 2880, 36, 64, 8, 201088, head_dim=64, num_local_experts=128, num_experts_per_tok=4),
-        query_key_value_bias="attention_bias",
-        attention_bias=True,
-        sinks=True,
-        norm_keeps_fp32=True,
+        query_key_value_bias="attention_bias", attention_bias=True, sinks=True, norm_keeps_fp32=True,
         mixture=MixtureKeys(
             experts="num_local_experts",
             intermediate="intermediate_size",
@@ -296,8 +274,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl_text": replace(QWEN_2, is_of_vision=True, defaults=_sizes(8192, 29568, 80, 64, 8, 152064)),
     "qwen3_vl_text": replace(QWEN_3, is_of_vision=True),
     "qwen3_vl_moe_text": replace(
-        QWEN_3,
-        is_of_vision=True,
+        QWEN_3, is_of_vision=True,
         defaults=_sizes(2048, 5632, 24, 16, 16, 151936, num_experts=60, num_experts_per_tok=4)
         | {"moe_intermediate_size": 1408},
         mixture=MixtureKeys(some_are_dense=True),
@@ -329,7 +306,7 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("gemma4", "glm4v", "glm46v", "idefics3", "internvl", "llava"), WITH_IMAGES),
     **dict.fromkeys(("llava_next", "mistral3", "smolvlm"), WITH_IMAGES),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), WITH_IMAGES),
-}
+}  # fmt: skip
 IMAGE_FAMILIES = [name for name, family in FAMILIES.items() if family.takes_images]
 PLANNED = [name for name, family in FAMILIES.items() if family.is_planned]
 
