@@ -83,7 +83,7 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
 def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData | None, world: World) -> dict[str, str]:
     """A hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
 
-    For LoRA, and where the base is the reference, every byte of its weights is read, and of a teacher's.
+    Every byte of a base under LoRA, of a base that is the reference, and of a teacher is read.
     """
     for model in (recipe.model if _is_base_read(recipe) else None, recipe.teacher):
         if model is not None and model.model_name_or_path is not None:

@@ -320,7 +320,7 @@ def _refuse_different(shards: list[TensorShard], step: int, ranks: RankGroup, fi
 def weighted_sum(tensor: Any) -> torch.Tensor:
     """The sum of each element's bits times an odd number by its position, modulo 2**64 (0-dim int64, on the device).
 
-    Integers add up to the same in any order, so that it is the same on every device; one changed element always shows.
+    Integers add up to the same in any order, and so on every device. One changed element always shows.
     """
     total, place = torch.zeros((), dtype=torch.int64), 0
     for chunk in plain_chunks(tensor):

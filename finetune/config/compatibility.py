@@ -4,15 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import (
-    attention_rules,
-    image_rules,
-    layout_rules,
-    model_rules,
-    qat_rules,
-    recipe_rules,
-    rollout_rules,
-)
+from finetune.config import attention_rules, layout_rules, model_rules, qat_rules, recipe_rules, rollout_rules
 from finetune.config.facts import Case, MachineFacts, ModelFacts, Problem, Rule
 from finetune.config.layout_rules import BF16, ON_NVME, has_fp8, is_quantized
 from finetune.config.optimizers import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
@@ -266,7 +258,6 @@ RULES: tuple[Rule, ...] = (
     *qat_rules.RULES,
     *model_rules.RULES,
     *attention_rules.RULES,
-    *image_rules.RULES,
     *layout_rules.RULES,
     *MACHINE,
 )

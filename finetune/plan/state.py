@@ -305,8 +305,9 @@ def split_into_units(
     fp8: Container[str] = (),
     shards: int = 0,
 ) -> FsdpUnits:
-    """The FSDP units that a layout makes of a model, as large as one rank gathers them; `fp8`: the names of what is
-    gathered in 8 bits; `shards`: the ranks that hold one replica."""
+    """The FSDP units that a layout makes of a model, as large as one rank gathers them.
+
+    `fp8`: the names of what is gathered in 8 bits; `shards`: the ranks that hold one replica."""
     widest, layers = architecture.widest_layer, Unit(0, 0)
     embedding, one, tail = (_unit(tensors, name, fp8) for name in ("embedding", f"layer {widest}", "tail"))
     if architecture.mixture is None:

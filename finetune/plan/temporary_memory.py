@@ -88,8 +88,7 @@ ROUNDED = 5  # tensors of a rounded one's size in the backward: scaled, rounded,
 
 
 def rounded_bytes(spec: RunSpec, tokens: int) -> int:
-    """Bytes that the layer with the most holds for `tokens` tokens where quantization-aware training rounds it; else
-    0."""
+    """Bytes that the largest layer holds for `tokens` tokens if quantization-aware training rounds it; else 0."""
     if (name := spec.recipe.quantization_aware.quantization_aware_training) is None:
         return 0
     rounds_inputs, size = SCHEMES[name].input_bits is not None, spec.computation.itemsize

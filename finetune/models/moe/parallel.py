@@ -34,7 +34,7 @@ from finetune.distributed.accelerator import EXPERT, EXPERT_SHARD, REPLICATE, ma
 from finetune.distributed.world import World, set_timeouts
 from finetune.models.moe.experts import compute_experts, expert_modules, find_factors, take_over_adapters
 from finetune.models.moe.grouped import move_rows
-from finetune.models.quantized.expert_layers import expert_weights, quantized_children, recompute_dequantized
+from finetune.models.quantized.base import expert_weights, quantized_children, recompute_dequantized
 
 
 def divide_experts(model: nn.Module, world: World) -> None:
