@@ -80,7 +80,10 @@ def simpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tenso
 
 # A loss with metrics of its own, and the weight of the chosen answers' cross entropy beside it.
 PairedLoss = tuple[Callable[[Pairs, Method], tuple[Tensor, dict[str, Tensor]]], float]
-WITHOUT_REFERENCE: Mapping[str, PairedLoss] = {"orpo": (orpo_losses, 1.0), "simpo": (simpo_losses, 0.0)}
+WITHOUT_REFERENCE: Mapping[str, PairedLoss] = {
+    "orpo": (orpo_losses, 1.0),
+    "simpo": (simpo_losses, 0.0),
+}  # fmt: skip
 
 
 def kto_losses(log_ratios: Tensor, desirable: Tensor, kl: Tensor, keys: Method) -> Tensor:
