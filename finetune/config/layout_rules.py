@@ -133,6 +133,10 @@ def _count_mesh(case: Case) -> int:
     return prod((case.layout.mesh_sizes or {}).values()) * case.layout.pipeline_parallel_size
 
 
+def _describe_stages(case: Case) -> str:
+    return f" x pipeline_parallel_size {case.layout.pipeline_parallel_size}" if has_pp(case) else ""
+
+
 def _count_micro_batches(case: Case) -> int:
     ranks = case.ranks // case.layout.ranks_per_batch
     return -(-case.global_batch_size // (case.recipe.batch.per_device_train_batch_size * max(1, ranks)))
@@ -210,7 +214,7 @@ POSSIBLE: tuple[Rule, ...] = (
     _layout_rule(
         "sizes of the mesh", "parallelism_config",
         when=lambda c: c.layout.mesh_sizes is not None and _count_mesh(c) != c.ranks,
-        message=lambda c: f"{c.layout.describe_mesh()} = {_count_mesh(c)}, but {c.ranks} "
+        message=lambda c: f"{c.layout.describe_mesh()}{_describe_stages(c)} = {_count_mesh(c)}, but {c.ranks} "
         f"{'rank was' if c.ranks == 1 else 'ranks were'} launched",
         advice=lambda c: f"set the sizes so that their product is {c.ranks}",
     ),

@@ -33,7 +33,9 @@ from finetune.plan.resources import (
 from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.step_memory import Phase, find_peak, plan_phases
 from finetune.plan.table import align_columns, format_duration, format_header, format_speed, format_storage, memory_rows
+from finetune.units import counted
 
+LARGE_BUBBLE = 0.25  # of a step
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 
 
@@ -93,7 +95,7 @@ def make_plan(
     problems = refuse_problems(replace(spec, recipe=asked).find_problems())
     stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))
     speed = estimate_speed(spec, mfu, read, links)
-    remarks = (*_find_remarks(config, recipe.data.max_length), *_suggest_pipeline(spec, speed, mfu, links))
+    remarks = (*_find_remarks(config, recipe.data.max_length), *_judge_pipeline(spec, speed, mfu, links))
     return Plan(
         spec=spec,
         phases=plan_phases(spec),
@@ -123,9 +125,15 @@ def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
     )
 
 
-def _suggest_pipeline(spec: RunSpec, speed: Speed, mfu: float, links: Links | None) -> Iterator[str]:
-    """A stage on each node, where that leaves the ranks less to wait for than layers that all nodes gather."""
+def _judge_pipeline(spec: RunSpec, speed: Speed, mfu: float, links: Links | None) -> Iterator[str]:
+    """Whether a pipeline waits much; or a stage on each node, where ranks would wait for the layers of all nodes."""
     nodes = spec.ranks // spec.ranks_per_node
+    if spec.bubble > LARGE_BUBBLE:
+        batches = counted(spec.accumulation, "micro-batch")
+        yield (
+            f"ranks of the pipeline wait {spec.bubble:.0%} of a step, which has {batches} for {spec.stages} stages; a "
+            "smaller per_device_train_batch_size, or more rows in a step, make more of them"
+        )
     if spec.stages > 1 or nodes < 2 or spec.sharding.layout != "fsdp2" or nodes > spec.architecture.layers:
         return
     model = replace(spec.recipe.model, pipeline_parallel_size=nodes)
