@@ -241,12 +241,14 @@ def build_device(library: Path) -> None:
     subprocess.run([compiler, *options, str(source), "-o", str(library), *where], check=True)
 
 
-def pretend_device(before: Sequence[str] = ()) -> None:
+def pretend_device(before: Sequence[str] = (), traces: bool = False) -> None:
     """Makes torch see one CUDA device in this process, on which only fake tensors can be.
 
     before: packages that look for CUDA's own functions where torch has a device; imported before it has one.
+    traces: `torch.compile` stays torch's own, for backends that generate no kernels.
     """
-    torch.compile = _leave_uncompiled  # type: ignore[assignment]
+    if not traces:
+        torch.compile = _leave_uncompiled  # type: ignore[assignment]
     for package in before:
         importlib.import_module(package)
     with tempfile.TemporaryDirectory() as folder:

@@ -139,12 +139,17 @@ def run(case: Case) -> dict[str, Any]:
         return {"error": traceback.format_exc()}
 
 
-if __name__ == "__main__":
-    pretend_device(before=("bitsandbytes", "peft", "torchao.optim"))
+def pretend(traces: bool = False) -> None:
+    """Makes this process one of ranks on GPUs, and weights fake. traces: see `pretend_device`."""
+    pretend_device(("bitsandbytes", "peft", "torchao.optim"), traces)
     pretend_groups()
     load.build_on_meta = build_fake  # type: ignore[assignment]
     load.read_base_values = lambda *_: (random_values, {})
     load.fill_quantized_layers = lambda *_: None
+
+
+if __name__ == "__main__":
+    pretend()
     of_teacher = Model(model_config=config_of(Case(name="teacher")))  # which a recipe names by a folder
     load.load_config = lambda model, *rest: load_config(model if model.model_config else of_teacher, *rest)
     chosen = set(sys.argv[2:])

@@ -1,0 +1,49 @@
+"""Compiled forwards and backwards on a CUDA device of fake tensors, in a process of its own: `fake_graphs.py RESULTS.json CASES...`.
+
+Written is, by the case's name, how many graphs dynamo made and where it broke off, or the error that ended it.
+"""
+
+import json
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from finetune.config.schema import Model
+from finetune.models import load
+from finetune.models.checkpointing import compile_layers
+from tests.cuda_without_gpu.fake_cases import CASES, Case, config_of, make_micro_batch
+from tests.cuda_without_gpu.fake_steps import joined, pretend
+
+
+def trace(case: Case) -> dict[str, Any]:
+    """The graphs of a forward and a backward, and the reasons of breaks between them."""
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        with joined(case) as world, FakeTensorMode(), torch.autograd.set_multithreading_enabled(False):
+            keys = Model(model_config=config_of(case), torch_compile=True, **case.model)
+            optimization = next(iter(case.optimizations.values()))
+            model, _ = load.load_model(keys, case.lora, 0, world, case.quantization, optimization)
+            batch = make_micro_batch(case.packing, case.parts).to(world.device)
+            model.train()(**batch.inputs).backward()
+    except Exception:
+        return {"error": traceback.format_exc()}
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
+
+
+if __name__ == "__main__":
+    pretend(traces=True)
+    # Dynamo saves the state of the device's generator around what it traces; the fake one has none.
+    torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda *_: None
+    torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
+    load.compile_layers = partial(compile_layers, backend="aot_eager")  # type: ignore[assignment]
+    chosen = set(sys.argv[2:])
+    results = {case.name: trace(case) for case in CASES if case.name in chosen}
+    Path(sys.argv[1]).write_text(json.dumps(results))

@@ -1,0 +1,33 @@
+"""Compiled layers on CUDA: one graph of a layer and one of the loss, forwards and backwards, without a break.
+
+Dynamo and AOTAutograd are torch's own, on fake tensors. Not covered: what inductor makes of the graphs, since its lowering to
+Triton asks CUDA's driver; and FP8, whose compiled backward stops there at torch's check of a product's layout, for a reason not known.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_python
+
+QUICK = ("one process",)
+SLOW = ("checkpointed", "lora", "mixtral", "gemma2")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> dict[str, Any]:
+    """The graphs of each case, or its error."""
+    results = tmp_path_factory.mktemp("fake-graphs") / "results.json"
+    chosen = QUICK + SLOW if slow_too else QUICK
+    done = run_python([str(Path(__file__).with_name("fake_graphs.py")), str(results), *chosen], timeout=400)
+    assert done.returncode == 0, done.stderr
+    read: dict[str, Any] = json.loads(results.read_text())
+    return read
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_layer_and_the_loss_are_a_graph_each_on_cuda_without_a_break(found: Any, name: str) -> None:
+    assert "error" not in found[name], found[name].get("error")
+    assert found[name] == {"graphs": 2, "breaks": {}}
