@@ -11,4 +11,7 @@ NEEDS = {
 }
 
 collect_ignore = [module for module, package in NEEDS.items() if not find_spec(package)]
-collect_ignore += ["recipes/quickstart/make_spoken.py"]  # a script, which imports the one beside it
+collect_ignore += [
+    "recipes/quickstart/make_spoken.py",
+    "recipes/quickstart/make_pictures.py",
+]  # import the one beside them

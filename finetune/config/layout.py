@@ -235,7 +235,7 @@ def divides_heads(heads: int, ranks: int) -> bool:
 def split_layers(costs: Sequence[float], parts: int) -> list[range]:
     """Cuts layers into groups of neighbors, so that the largest sum of costs in a group is as small as it can be.
 
-    >>> split_layers([1, 1, 1, 1, 3], 2)
+    >>> split_layers([1, 1, 1, 1, 4], 2)
     [range(0, 4), range(4, 5)]
 
     Raises:

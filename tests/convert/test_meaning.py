@@ -144,7 +144,8 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
     if file.get("rl"):  # by TRL's trainers: without dropout; orpo_alpha is its beta
         meaning |= {"method": file["rl"], "beta": file.get("orpo_alpha", file.get("rl_beta", 0.1)), "lora_dropout": 0.0}
     if not file.get("fsdp") and not file.get("fsdp_config") and not file.get("deepspeed"):
-        meaning["layout"] = "ddp"
+        # Ranks that share rows need FSDP2 here.
+        meaning["layout"] = "FULL_SHARD" if file.get("context_parallel_size", 1) > 1 else "ddp"
     elif file.get("fsdp_config", {}).get("fsdp_offload_params") is False:
         meaning["layout"] = "FULL_SHARD"
     return meaning
@@ -241,7 +242,9 @@ def automodel(file: Mapping[str, Any], text: str) -> Meaning:
         "layout": "offload" if "offload_policy" in file["distributed"] else "FULL_SHARD",
     }
     if schedule:
-        meaning["min_lr_ratio"] = pytest.approx(number(schedule["min_lr"]) / rate if "min_lr" in schedule else 0.01)
+        is_constant = meaning["lr_scheduler_type"] == "constant"  # which reaches no lowest rate
+        least = number(schedule["min_lr"]) / rate if "min_lr" in schedule else 0.01
+        meaning["min_lr_ratio"] = pytest.approx(0.0 if is_constant else least)
         given = schedule.get("lr_warmup_steps")
         meaning |= {"warmup_ratio": 0.1} if given is None else {"warmup_steps": given}
     else:

@@ -53,7 +53,7 @@ def run(scenario: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
     for checked in (False, True):
         torch._dynamo.reset()
         backend = CountingBackend(differentiates=False)
-        load.compile_layers = lambda model, backend=backend: compile_layers(model, backend=backend)  # type: ignore[assignment]
+        load.compile_layers = lambda model, offload=None, backend=backend: compile_layers(model, backend=backend)  # type: ignore[assignment]
         model, _ = load_model(recipe, lora, 0, world)
         torch.manual_seed(world.rank)
         if checked:

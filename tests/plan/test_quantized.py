@@ -106,7 +106,7 @@ def test_fewer_bits_are_suggested_before_a_shorter_row_and_to_full_fine_tuning_l
     lora = make_spec(LLAMA_31_8B, ranks=1, lora=True, max_length=2048)
     texts = [change.text for change in list_changes(lora)]
     assert texts.index("load_in_8bit=true") < texts.index("load_in_4bit=true") < texts.index("max_length=1024")
-    for limit, expected in ((16 * GIB, "load_in_8bit=true"), (12 * GIB, "load_in_4bit=true")):
+    for limit, expected in ((16 * GIB, "load_in_8bit=true"), (11 * GIB, "load_in_4bit=true")):
         advice = advise(lora, limit)
         assert advice.changes is not None and [change.text for change in advice.changes] == [expected]
         assert advice.peak <= limit
