@@ -265,8 +265,10 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
         if base_folder is not None and (base_folder / GENERATION_FILE).is_file():
             # The base's own lists the tokens that end an answer.
             shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)
-        if base_folder is not None and has_other_parts(plain):
-            for path in (base_folder / name for name in PROCESSOR_FILES):
+        keys = recipe.model  # a model from random weights has the processor that stands beside its tokenizer
+        processors = base_folder or (Path(keys.tokenizer_name_or_path) if keys.tokenizer_name_or_path else None)
+        if processors is not None and has_other_parts(plain):
+            for path in (processors / name for name in PROCESSOR_FILES):
                 if path.is_file():
                     shutil.copyfile(path, made / path.name)
         add_token_ids(made / GENERATION_FILE, recipe.model, tokenizer)
