@@ -100,10 +100,11 @@ def _read_row(row: dict[str, Any], system: str | None, folder: Path) -> Conversa
             return _before_answer(row, row[column], system, folder)
     if isinstance(row.get("instruction"), str):  # Alpaca: instruction and input
         parts = [row["instruction"], row.get("input")]
-        return make_prompt("\n\n".join(part for part in parts if isinstance(part, str) and part), system)
+        text = "\n\n".join(part for part in parts if isinstance(part, str) and part)
+        return _before_answer(row, [user_message(text)], system, folder)
     for column in PROMPT_COLUMNS:
         if isinstance(row.get(column), str) and row[column].strip():
-            return make_prompt(row[column], system)
+            return _before_answer(row, [user_message(row[column])], system, folder)
     raise BadRow(
         f"no prompt; its columns are {list_columns(row) or 'none'}, and one of messages, "
         f"{', '.join(PROMPT_COLUMNS)} is expected"

@@ -278,6 +278,10 @@ def test_chat_answers_about_images_as_the_run_does(
         named = [word for image in images for word in ("--image", str(image))]
         assert main([*chat, "--prompt", text, *named]) == 0
         assert json.loads(capsys.readouterr().out)["answers"][0]["answer"].strip() == answers[0]
+        # A row with a text for its prompt and a column of images asks the same.
+        asked.write_text(json.dumps({"prompt": text, "images": [part.name for part in images]}) + "\n")
+        assert main([*chat, "--prompts", str(asked)]) == 0
+        assert json.loads(capsys.readouterr().out)["answers"][0]["answer"].strip() == answers[0]
 
 
 def test_an_image_that_cannot_be_asked_about_is_one_sentence(
