@@ -250,7 +250,7 @@ def write_shards(staging: Path, shards: list[TensorShard], world: World) -> dict
 
 def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """The files beside the weights that an export needs: the configs of model, generation and LoRA, the tokenizer, and
-    of a vision-language model the base's processors."""
+    of a vision-language model the processors."""
     plain = unwrap(model)
     with tempfile.TemporaryDirectory() as name:
         made = Path(name)
@@ -265,10 +265,11 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
         if base_folder is not None and (base_folder / GENERATION_FILE).is_file():
             # The base's own lists the tokens that end an answer.
             shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)
-        keys = recipe.model  # a model from random weights has the processor that stands beside its tokenizer
-        processors = base_folder or (Path(keys.tokenizer_name_or_path) if keys.tokenizer_name_or_path else None)
-        if processors is not None and has_other_parts(plain):
-            for path in (processors / name for name in PROCESSOR_FILES):
+        # As in training, a model from random weights has the processor beside its tokenizer.
+        source = base or recipe.model.tokenizer_name_or_path
+        folder = base_folder if base else find_local_folder(source) if source else None
+        if folder is not None and has_other_parts(plain):
+            for path in (folder / name for name in PROCESSOR_FILES):
                 if path.is_file():
                     shutil.copyfile(path, made / path.name)
         add_token_ids(made / GENERATION_FILE, recipe.model, tokenizer)
