@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from finetune.checkpoint.retention import step_folder
+from finetune.config.qat_schemes import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.files.tensors import read, read_folder
 from finetune.models.lora import peft_name
@@ -209,4 +210,8 @@ def test_the_losses_are_those_of_torchao_in_a_plain_loop(name: str, runs: Any, r
 )
 def test_so_are_they_on_two_ranks(layout: str, name: str, runs: Any, recipe: Path) -> None:
     run = runs(layout, name, 2)
-    assert_losses(run, losses_by_torchao(name, recipe, run))
+    # Products of other rows add in another order: an input at a tie is rounded to its other neighbor, a difference of up to 5e-5 in a
+    # norm. Seen on a CPU without AVX-512.
+    scheme = read_keys(name).quantization_aware_training
+    rounds_inputs = scheme is not None and SCHEMES[scheme].input_bits is not None
+    assert_losses(run, losses_by_torchao(name, recipe, run), norms=1e-4 if rounds_inputs else None)
