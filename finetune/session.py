@@ -23,8 +23,8 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import Sharding
+from finetune.config.module_names import adopt_published_names
 from finetune.config.pretrained_adapter import complete_lora
-from finetune.config.published_names import adopt_published_names
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
 from finetune.config.user_code import expect_recipe, explained, place_of

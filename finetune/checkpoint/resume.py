@@ -34,9 +34,9 @@ from finetune.checkpoint.shards import (
     set_model_state,
     set_optimizer_state,
 )
+from finetune.config.methods import SHIPPED_REWARDS
 from finetune.config.pretrained_adapter import find_adapter
 from finetune.config.reader import to_dict
-from finetune.config.rollouts import SHIPPED_REWARDS
 from finetune.config.schema import NESTED, Model, Recipe, compute_global_batch_size, keys_of, leaves, recipe_keys
 from finetune.config.user_code import file_of
 from finetune.constants import CONFIG_FILE

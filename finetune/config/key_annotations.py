@@ -20,7 +20,7 @@ class PythonName:
 
 
 class ModulePatterns:
-    """Marks a key whose value (a list, or a mapping's keys) is patterns of module names: see module_patterns.py."""
+    """Marks a key whose value (a list, or a mapping's keys) is patterns of module names: see module_names.py."""
 
 
 class SameOnResume:

@@ -13,8 +13,7 @@ from finetune.config.families import (
     has_fused_experts,
     read_family_source,
 )
-from finetune.config.module_patterns import is_within
-from finetune.config.published_names import find_expert_layers
+from finetune.config.module_names import find_expert_layers, is_within
 from finetune.config.quantization import BLOCK, LOAD_KEYS, PUBLISHED, describe_quantization
 from finetune.config.schema import Quantization, keys_of
 

@@ -12,9 +12,8 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.config.compatibility import find_recipe_problems
-from finetune.config.methods import DEFAULT_METHOD, METHODS
-from finetune.config.module_patterns import find_problem
-from finetune.config.rollouts import SHIPPED_REWARDS
+from finetune.config.methods import DEFAULT_METHOD, METHODS, SHIPPED_REWARDS
+from finetune.config.module_names import find_problem
 from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Key, Recipe, keys_of, recipe_keys
 from finetune.config.unknown_keys import ACCELERATE_KEYS, explain_unknown, explain_value
 from finetune.config.user_code import locate

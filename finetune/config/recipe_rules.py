@@ -6,9 +6,8 @@ from datetime import date
 from typing import Any
 
 from finetune.config.facts import Case, Rule
-from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, RATED, Method
+from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, RATED, Method, Rollout
 from finetune.config.optimizers import OPTIMIZERS
-from finetune.config.rollouts import Rollout
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, keys_of, recipe_keys
 

@@ -1,7 +1,7 @@
 """The rules of methods that sample completions from the model in training. Torch-free."""
 
 from finetune.config.facts import Case, Rule
-from finetune.config.rollouts import POLICY_LOSSES
+from finetune.config.methods import POLICY_LOSSES
 from finetune.config.schema import recipe_keys
 
 

@@ -25,11 +25,10 @@ from finetune.config.key_annotations import (
     SameOnResume,
     StepsOrShare,
 )
-from finetune.config.methods import METHODS, MethodFacts
+from finetune.config.methods import METHODS, MethodFacts, Rollout
 from finetune.config.methods import Method as Method
 from finetune.config.optimizers import COUPLED_DECAY, DEFAULT_OPTIMIZER, KEPT_IN_FILES, OPTIMIZER_HELP, OptimizerName
 from finetune.config.qat_schemes import SchemeName
-from finetune.config.rollouts import Rollout
 from finetune.config.row_formats import FormatName
 from finetune.config.schedules import (
     ARGUMENTS_HELP,
@@ -437,7 +436,7 @@ class Recipe:
 
     path: str
     places: Mapping[str, str] = field(default_factory=dict)
-    renamed: tuple[str, ...] = ()  # a line for each name of published files that stands for another (published_names)
+    renamed: tuple[str, ...] = ()  # a line for each name of published files that stands for another (module_names)
     model: Model = field(default_factory=Model)
     method: Method = field(default_factory=Method)
     rollout: Rollout = field(default_factory=Rollout)

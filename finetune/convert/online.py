@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from finetune.config.rollouts import POLICY_LOSSES
+from finetune.config.methods import POLICY_LOSSES
 from finetune.convert.model_names import Found
 from finetune.convert.rules import Conversion, convert_number
 from finetune.convert.tool_keys import TRUNCATED

@@ -14,7 +14,7 @@ from finetune.config.compatibility import find_problems
 from finetune.config.facts import ModelFacts, Problem, read_model_facts, with_recipe_keys
 from finetune.config.families import find_family, find_linear_layers, read_family_source
 from finetune.config.layout import DIVISIONS, GROUP_KEYS, Fp8
-from finetune.config.published_names import find_expert_layers
+from finetune.config.module_names import find_expert_layers
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.convert.model_names import guess_family

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from finetune.config.methods import METHODS, PAIRED, RATED, REWARDED, TAUGHT, RowKind
+from finetune.config.methods import METHODS, PAIRED, RATED, REWARDED, SHIPPED_REWARDS, TAUGHT, RowKind
 from finetune.config.reader import read_recipe
-from finetune.config.rollouts import SHIPPED_REWARDS
 from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.config.user_code import file_of
 from finetune.errors import EXIT_USER_ERROR, UserError

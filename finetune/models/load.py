@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config.layout import compute_dtype, frozen_dtype
-from finetune.config.module_patterns import find_trained
+from finetune.config.module_names import find_trained
 from finetune.config.pretrained_adapter import find_adapter
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Lora, Model, Optimization, Quantization, QuantizationAware, Recipe

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from finetune.config.families import find_family
-from finetune.config.module_patterns import (
+from finetune.config.module_names import (
     is_parameter_named,
     is_saved_whole,
     refuse_adapted_head,

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from finetune.config.layout import divides_heads
-from finetune.config.module_patterns import find_value, is_parameter_named
+from finetune.config.module_names import find_value, is_parameter_named
 from finetune.config.schema import Lora
 from finetune.constants import BLOCK_TOKENS, EXPERT_RANK_MULTIPLE, FP32, LARGEST_FLASH_HEAD
 from finetune.plan.architecture import Architecture, LatentAttention, Mixture

@@ -6,7 +6,7 @@ from math import prod
 
 from finetune.config.layout import Sharding, frozen_dtype
 from finetune.config.model_rules import shard_experts
-from finetune.config.module_patterns import (
+from finetune.config.module_names import (
     find_trained,
     find_value,
     is_parameter_named,

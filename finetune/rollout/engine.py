@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.config.rollouts import POLICY_LOSSES
+from finetune.config.methods import POLICY_LOSSES
 from finetune.config.schema import Recipe
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config.rollouts import Rollout
+from finetune.config.methods import Rollout
 from finetune.config.user_code import file_of
 from finetune.errors import UserError
 from finetune.rollout.reward_process import limit_of_one

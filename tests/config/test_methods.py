@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.methods import METHODS, Method
+from finetune.config.methods import METHODS, Method, Rollout
 from finetune.config.reader import read_recipe, to_dict, write_recipe
-from finetune.config.rollouts import Rollout
 from finetune.config.schema import keys_of
 from finetune.errors import UserError
 

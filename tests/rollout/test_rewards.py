@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finetune.config.rollouts import SHIPPED_REWARDS, Rollout
+from finetune.config.methods import SHIPPED_REWARDS, Rollout
 from finetune.errors import UserError
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.shipped_rewards import FUNCTIONS

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from finetune.config.methods import POLICY_LOSSES
 from finetune.config.reader import read_recipe
-from finetune.config.rollouts import POLICY_LOSSES
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.rollout.engine import compute_advantages
 from finetune.training.objectives.policy import PolicyObjective

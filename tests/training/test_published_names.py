@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.published_names import adopt_published_names
+from finetune.config.module_names import adopt_published_names
 from finetune.config.reader import read_recipe
 from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_model

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.config.rollouts import POLICY_LOSSES
+from finetune.config.methods import POLICY_LOSSES
 from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch, StepBatch, StoredBatches
 from finetune.data.prepare import PreparedData

@@ -11,7 +11,7 @@ import torch
 
 from finetune.cli import main
 from finetune.config.layout import Sharding
-from finetune.config.module_patterns import find_trained, is_named, is_within, refuse_unmatched
+from finetune.config.module_names import find_trained, is_named, is_within, refuse_unmatched
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Lora, Model
 from finetune.errors import UserError
