@@ -20,7 +20,7 @@ ADDED = {
         ),
     },
     "a data format": {
-        "config/row_formats.py": (
+        "config/schema.py": (
             "FORMATS: Mapping[str, FormatFacts] = {\n",
             '    "riddle": FormatFacts("riddles with their answers", columns=frozenset({"riddle", "solved"})),\n',
         ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.config.facts import Case, Need, Rule
 from finetune.config.layout_rules import BF16, has_fp8, has_tp
-from finetune.config.qat_schemes import EXPORTED, SCHEMES, TRAINED
+from finetune.config.quantization import EXPORTED, SCHEMES, TRAINED
 from finetune.config.recipe_rules import is_set, no_effect
 from finetune.config.schema import QuantizationAware
 

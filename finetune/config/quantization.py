@@ -1,16 +1,92 @@
-"""A base in 4 or 8 bits: how the recipe or the files quantize it, and a weight's bytes. Imports no torch."""
+"""Quantized weights: the recipe's keys, the schemes of QAT, how files are quantized, and a weight's bytes. No torch."""
 
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from annotated_types import Ge
+
+from finetune.config.key_annotations import Positive, SameOnResume
 from finetune.config.methods import Method
-from finetune.config.schema import Quantization
 from finetune.constants import FP32
 from finetune.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a linear layer is quantized. The weights' scales are symmetric; inputs have a scale and an offset a token."""
+
+    weight_bits: int
+    input_bits: int | None = None  # None: inputs are not rounded
+    is_float: bool = False
+    refused: str = ""  # why what it trains cannot be quantized, and so not compared with what was trained
+
+    def stored_bytes(self, itemsize: int, group: int | None) -> float:
+        """Bytes of a number in an export: its code, and its part of a scale of `itemsize` bytes. Beside rounded inputs
+        a code has a byte of its own."""
+        return (1 if self.input_bits else self.weight_bits / 8) + (itemsize / group if group else 0)
+
+
+WITH_MSLK = "torchao packs 4-bit weights with kernels of the mslk package, on a GPU"
+SCHEMES: Mapping[str, Scheme] = {
+    "int4": Scheme(4),
+    "int8": Scheme(8),
+    "int8-int4": Scheme(4, 8),
+    "int8-int8": Scheme(8, 8),
+    "int4-packed": Scheme(4, refused=WITH_MSLK),
+    "fp8-int4": Scheme(4, 8, refused=WITH_MSLK),
+    "fp8-fp8": Scheme(8, 8, is_float=True, refused="torchao quantizes to FP8 on GPUs from Ada and MI300 on"),
+    "nvfp4": Scheme(4, 4, refused="torchao quantizes to NVFP4 on GPUs of Blackwell"),
+    "mxfp4": Scheme(4, 4, refused="torchao quantizes to MXFP4 on GPUs of Blackwell"),
+}
+EXPORTED = ("fp8-fp8", *(name for name, scheme in SCHEMES.items() if not scheme.refused))
+TRAINED = tuple(name for name, scheme in SCHEMES.items() if not scheme.refused)
+if TYPE_CHECKING:
+    SchemeName = str
+else:
+    SchemeName = Literal[tuple(SCHEMES)]
+
+
+# A key: its type and marks, then its help and default.
+# fmt: off
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """A base model in 4 or 8 bits under LoRA's adapters (QLoRA), by bitsandbytes."""
+
+    load_in_4bit: Annotated[bool, SameOnResume,
+        "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head stay in the compute "
+        "dtype. Needs the bitsandbytes package; not under FSDP1."] = False
+    load_in_8bit: Annotated[bool, SameOnResume,
+        "The same in 8 bits: each row scaled as in LLM.int8, multiplied in the compute dtype."] = False
+    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], SameOnResume,
+        "The 16 values of 4 bits: nf4 (for normally distributed weights) or fp4."] = "nf4"
+    bnb_4bit_use_double_quant: Annotated[bool, SameOnResume,
+        "Quantize the scales of 4 bits as well: 0.37 bits less for each parameter."] = False
+
+    @property
+    def bits(self) -> Literal[4, 8] | None:
+        """Bits per number of a quantized weight, or None if nothing is quantized."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationAware:
+    """Training for a model that will be quantized, by torchao (QAT): docs/quantization.md."""
+
+    quantization_aware_training: Annotated[SchemeName | None, SameOnResume,
+        "Round the weights of linear layers, and the inputs where two numbers are named, in every forward as this "
+        "scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and weights of 4. The output head stays as "
+        "it is. What is trained and saved has full precision; export_formats: [safetensors, compressed-tensors] "
+        "quantizes it."] = None
+    qat_group_size: Annotated[Positive | None, SameOnResume,
+        "Numbers of a weight's row that share one scale; null: the row. It must divide the inputs of every layer."] = 32
+    fake_quant_after_n_steps: Annotated[int, Ge(0), SameOnResume,
+        "Round only after this many optimizer steps, when the weights have settled."] = 0
+# fmt: on
+
 
 LOAD_KEYS = ("load_in_4bit", "load_in_8bit")
 QLORA: Mapping[str, Any] = {"use_peft": True, "load_in_4bit": True}

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -28,8 +28,9 @@ from finetune.config.key_annotations import (
 from finetune.config.methods import METHODS, MethodFacts, Rollout
 from finetune.config.methods import Method as Method
 from finetune.config.optimizers import COUPLED_DECAY, DEFAULT_OPTIMIZER, KEPT_IN_FILES, OPTIMIZER_HELP, OptimizerName
-from finetune.config.qat_schemes import SchemeName
-from finetune.config.row_formats import FormatName
+from finetune.config.quantization import Quantization as Quantization
+from finetune.config.quantization import QuantizationAware as QuantizationAware
+from finetune.config.quantization import SchemeName
 from finetune.config.schedules import (
     ARGUMENTS_HELP,
     DEFAULT_SCHEDULE,
@@ -38,6 +39,48 @@ from finetune.config.schedules import (
     Schedule,
     ScheduleName,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class FormatFacts:
+    """What the rest of the package asks about a format."""
+
+    says: str  # what its rows are, in a recipe that `finetune init` writes
+    is_chat: bool = False  # a chat template renders its rows
+    columns: frozenset[str] = frozenset()  # by which a row of it is recognized, where no other format's are there
+
+
+TURNS = "conversations; the model's chat template writes their turns"
+FORMATS: Mapping[str, FormatFacts] = {
+    "messages": FormatFacts(TURNS, is_chat=True),
+    "sharegpt": FormatFacts(TURNS, is_chat=True),
+    "alpaca": FormatFacts("instructions with their outputs, as turns of the model's chat template", is_chat=True),
+    "prompt_completion": FormatFacts("prompts with their completions, joined without a chat template"),
+    "text": FormatFacts("plain text, all of it trained on"),
+    "tokens": FormatFacts("rows that are tokens already", columns=frozenset({"input_ids"})),
+    "squad": FormatFacts(
+        "SQuAD's questions, with the first answer of each", columns=frozenset({"context", "question", "answers"})
+    ),
+    "hellaswag": FormatFacts(
+        "HellaSwag's contexts, with the right ending of each", columns=frozenset({"ctx", "endings", "label"})
+    ),
+}
+# These and the names in reports that `type` does not take: see `ParsedRow.rendering`.
+RENDERINGS: Mapping[str, FormatFacts] = {
+    **FORMATS,
+    "preference": FormatFacts(
+        "pairs of a chosen and a rejected answer, as turns of the model's chat template", is_chat=True
+    ),
+    "preference_text": FormatFacts("pairs of a chosen and a rejected answer, joined without a chat template"),
+    "prompt_completion_messages": FormatFacts(
+        "prompts with their answers, as turns of the model's chat template", is_chat=True
+    ),
+}
+
+if TYPE_CHECKING:
+    FormatName = str
+else:
+    FormatName = Literal[tuple(FORMATS)]
 
 
 # A key: its type and marks, then its help and default.
@@ -138,41 +181,6 @@ class Lora:
         """Whether every adapter is computed with its layer (models/fused_lora.py), and the rest is frozen."""
         others = self.lora_dropout or self.use_dora or self.modules_to_save or self.lora_target_parameters
         return self.use_peft and not others
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantization:
-    """A base model in 4 or 8 bits under LoRA's adapters (QLoRA), by bitsandbytes."""
-
-    load_in_4bit: Annotated[bool, SameOnResume,
-        "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head stay in the compute "
-        "dtype. Needs the bitsandbytes package; not under FSDP1."] = False
-    load_in_8bit: Annotated[bool, SameOnResume,
-        "The same in 8 bits: each row scaled as in LLM.int8, multiplied in the compute dtype."] = False
-    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], SameOnResume,
-        "The 16 values of 4 bits: nf4 (for normally distributed weights) or fp4."] = "nf4"
-    bnb_4bit_use_double_quant: Annotated[bool, SameOnResume,
-        "Quantize the scales of 4 bits as well: 0.37 bits less for each parameter."] = False
-
-    @property
-    def bits(self) -> Literal[4, 8] | None:
-        """Bits per number of a quantized weight, or None if nothing is quantized."""
-        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizationAware:
-    """Training for a model that will be quantized, by torchao (QAT): docs/quantization.md."""
-
-    quantization_aware_training: Annotated[SchemeName | None, SameOnResume,
-        "Round the weights of linear layers, and the inputs where two numbers are named, in every forward as this "
-        "scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and weights of 4. The output head stays as "
-        "it is. What is trained and saved has full precision; export_formats: [safetensors, compressed-tensors] "
-        "quantizes it."] = None
-    qat_group_size: Annotated[Positive | None, SameOnResume,
-        "Numbers of a weight's row that share one scale; null: the row. It must divide the inputs of every layer."] = 32
-    fake_quant_after_n_steps: Annotated[int, Ge(0), SameOnResume,
-        "Round only after this many optimizer steps, when the weights have settled."] = 0
 
 
 PipelineSchedule = Literal["1f1b", "interleaved_1f1b"]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.config.qat_schemes import SCHEMES
+from finetune.config.quantization import SCHEMES
 
 # torchao's quantizers, and pairs of Axolotl's dtypes (inputs, weights) -> our scheme, and its usual group.
 QUANTIZERS: Mapping[str, tuple[str, int | None]] = {

@@ -7,8 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 from finetune.config.methods import PAIRED, RATED
-from finetune.config.row_formats import FORMATS
-from finetune.config.schema import DatasetSource
+from finetune.config.schema import FORMATS, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.messages import (
     BadRow,

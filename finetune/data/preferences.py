@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.config.methods import RATED
-from finetune.config.row_formats import FORMATS
-from finetune.config.schema import DatasetSource
+from finetune.config.schema import FORMATS, DatasetSource
 from finetune.data.formats import (
     ANSWER_COLUMNS,
     CONVERSATION_COLUMNS,

@@ -13,8 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 from finetune.checkpoint.manifest import STATE
-from finetune.config.qat_schemes import EXPORTED, SCHEMES
-from finetune.config.quantization import read_recipe_quantization
+from finetune.config.quantization import EXPORTED, SCHEMES, read_recipe_quantization
 from finetune.config.schema import ExportFormat
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
 from finetune.errors import UserError

@@ -14,8 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from finetune.checkpoint.manifest import find_checkpoint_of
 from finetune.config.quantization import describe_quantization, read_published_form
-from finetune.config.row_formats import RENDERINGS
-from finetune.config.schema import Model
+from finetune.config.schema import RENDERINGS, Model
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
 from finetune.data.images import ImageProcessor
 from finetune.data.tokenizer import PLAIN, read_template

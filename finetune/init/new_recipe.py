@@ -12,8 +12,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.methods import DEFAULT_METHOD, METHODS
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
-from finetune.config.row_formats import RENDERINGS
-from finetune.config.schema import DatasetSource
+from finetune.config.schema import RENDERINGS, DatasetSource
 from finetune.data.messages import list_columns
 from finetune.errors import UserError
 from finetune.init.data_columns import DataSummary

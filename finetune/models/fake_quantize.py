@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetune.config.qat_schemes import SCHEMES
+from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.constants import ADAPTER_NAME
 from finetune.distributed.language_model import text_modules

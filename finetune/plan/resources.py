@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.config.methods import RowKind
 from finetune.config.optimizers import count_optimizer_bytes
-from finetune.config.qat_schemes import SCHEMES
+from finetune.config.quantization import SCHEMES
 from finetune.config.schema import Data
 from finetune.constants import FP32, ITEMSIZE
 from finetune.files.run_json import parse_json

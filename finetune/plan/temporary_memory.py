@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.config.optimizers import OPTIMIZERS, is_layers_matrix
-from finetune.config.qat_schemes import SCHEMES
+from finetune.config.quantization import SCHEMES
 from finetune.constants import FP32, ITEMSIZE, divergence_chunk_tokens, loss_chunk_tokens
 from finetune.plan.activations import Computation, evaluation_bytes, expert_adapter_rank, mask_bytes
 from finetune.plan.architecture import Architecture

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from finetune.cli import main
-from finetune.config.row_formats import RENDERINGS
-from finetune.config.schema import DatasetSource
+from finetune.config.schema import RENDERINGS, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Completion, Conversation
 from finetune.data.messages import BadRow

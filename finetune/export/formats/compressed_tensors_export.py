@@ -19,7 +19,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 from torch import nn
 
-from finetune.config.qat_schemes import EXPORTED, SCHEMES
+from finetune.config.quantization import EXPORTED, SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, insert_section, write_metadata
