@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import attention_rules, layout_rules, model_rules, qat_rules, recipe_rules, rollout_rules
-from finetune.config.facts import Case, MachineFacts, ModelFacts, Problem, Rule
-from finetune.config.layout_rules import BF16, ON_NVME, has_fp8, is_quantized
+from finetune.config import layout_rules, method_rules, model_rules, recipe_rules
+from finetune.config.facts import BF16, Case, MachineFacts, ModelFacts, Problem, Rule, has_fp8, is_quantized, is_set
 from finetune.config.optimizers import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
 from finetune.config.quantization import LOAD_KEYS
-from finetune.config.recipe_rules import is_set
 from finetune.config.schema import SECTIONS, Recipe
 from finetune.errors import UserError
 
@@ -176,11 +174,11 @@ MACHINE: tuple[Rule, ...] = (
         "set mixed_precision: bf16",
     ),
     _package(
-        "torchao for QAT", (qat_rules.KEY,), qat_rules.is_on, "torchao", qat_rules.KEY, "remove the key",
+        "torchao for QAT", (recipe_rules.KEY,), recipe_rules.is_on, "torchao", recipe_rules.KEY, "remove the key",
     ),
     *(
         _package(
-            f"{package} for an export", ("export_formats",), qat_rules.exports(name), package,
+            f"{package} for an export", ("export_formats",), recipe_rules.exports(name), package,
             f"export_formats: {name}", "remove it", install=install,
         )
         for name, package, install in (
@@ -241,7 +239,8 @@ MACHINE: tuple[Rule, ...] = (
         advice="remove the key", fix={"attn_implementation": "auto"},
     ),
     _machine_rule(
-        "state in files without Linux", "optim_offload", when=lambda c: ON_NVME(c) and c.machine.system != "linux",
+        "state in files without Linux", "optim_offload",
+        when=lambda c: c["optim_offload"] == "nvme" and c.machine.system != "linux",
         message="optim_offload: nvme needs Linux", advice="remove optim_offload",
     ),
     _machine_rule(
@@ -253,11 +252,9 @@ MACHINE: tuple[Rule, ...] = (
 # The most important first: problems are reported in this order.
 RULES: tuple[Rule, ...] = (
     *layout_rules.POSSIBLE,
+    *method_rules.RULES,
     *recipe_rules.RULES,
-    *rollout_rules.RULES,
-    *qat_rules.RULES,
     *model_rules.RULES,
-    *attention_rules.RULES,
     *layout_rules.RULES,
     *MACHINE,
 )

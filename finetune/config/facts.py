@@ -5,15 +5,13 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from finetune.config.families import Family, find_family, read_family_source
+from finetune.config.layout import Sharding
 from finetune.config.quantization import name_load_key, quantize_teacher, read_published_form, read_stored_quantization
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.errors import UserError
-
-if TYPE_CHECKING:
-    from finetune.config.layout import Sharding
 
 Need = Literal["layout", "model", "machine"]
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -118,7 +116,7 @@ class Case:
     """A run to judge. A rule reads `layout`, `model` and `machine` only where it says that it needs them."""
 
     recipe: Recipe
-    layout: "Sharding"
+    layout: Sharding
     model: ModelFacts
     machine: MachineFacts
     ranks: int = 1
@@ -233,6 +231,79 @@ def _find_place(keys: tuple[str, ...], case: Case) -> str:
 
 def _in_yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def layout_rule(name: str, *keys: str, **others: Any) -> Rule:
+    """A rule on the layout."""
+    return Rule(name=name, keys=keys, needs=("layout",), **others)
+
+
+def model_rule(name: str, *keys: str, **others: Any) -> Rule:
+    """A rule on the model."""
+    return Rule(name=name, keys=keys, needs=("model",), **others)
+
+
+def model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
+    """A rule on the model under a layout."""
+    return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
+
+
+def no_effect(key: str, without: str, when: Callable[[Case], object], *reads: str, is_note: bool = False) -> Rule:
+    """A rule: `key` has no effect; `without` says why, and what would give it one."""
+    return Rule(
+        name=f"{key} without effect: {without}",
+        keys=(key, *reads),
+        when=lambda case: is_set(key)(case) and when(case),
+        message=f"{key} has no effect {without}",
+        advice=f"set it, or remove {key}" if without.startswith("without") else f"remove {key}",
+        is_note=is_note,
+    )
+
+
+def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
+    """A condition: `key` has the value `to`, or without one any other value than its default."""
+
+    def check(case: Case) -> bool:
+        value = case[key]
+        return bool(value != recipe_keys()[key].default) if to is ... else bool(value == to)
+
+    return check
+
+
+def both(*conditions: Callable[[Case], object]) -> Callable[[Case], bool]:
+    """A condition: all of `conditions` hold."""
+    return lambda case: all(condition(case) for condition in conditions)
+
+
+def has_tp(case: Case) -> bool:
+    return case.layout.tensor_parallel_size > 1
+
+
+def has_sp(case: Case) -> bool:
+    return case.layout.sequence_parallel_size > 1
+
+
+def has_ep(case: Case) -> bool:
+    return case.layout.expert_parallel_size > 1
+
+
+def has_pp(case: Case) -> bool:
+    return case.layout.pipeline_parallel_size > 1
+
+
+def is_fsdp1(case: Case) -> bool:
+    return case.layout.layout == "fsdp1"
+
+
+def has_fp8(case: Case) -> bool:
+    return case.layout.fp8 is not None
+
+
+def is_quantized(case: Case) -> bool:
+    return case.quantization.bits is not None
+
+
+BF16 = {"mixed_precision": "bf16"}
 
 
 def read_model_facts(
@@ -361,7 +432,7 @@ def adopt_quantization(recipe: Recipe, facts: ModelFacts) -> Recipe:
     return recipe if facts.quantization is None else replace(recipe, quantization=facts.quantization)
 
 
-def with_recipe_keys(layout: "Sharding", recipe: Recipe) -> "Sharding":
+def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
     """`layout` with the keys of it that the recipe has."""
     return replace(
         layout,

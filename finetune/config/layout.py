@@ -6,7 +6,6 @@ from itertools import accumulate
 from math import lcm, prod
 from typing import Any, Literal, cast, get_args
 
-from finetune.config.model_rules import FP8_MULTIPLE
 from finetune.config.schema import Lora, Model, PipelineSchedule
 from finetune.constants import COMPUTE_DTYPE
 from finetune.units import counted
@@ -28,6 +27,7 @@ OTHER_BACKEND_KEYS = frozenset(
     amax_compute_algorithm override_linear_precision opt_level optimization_level
     """.split()  # noqa: SIM905 - a name a line would be a page
 )
+FP8_MULTIPLE = 16  # tensor cores take so many 8-bit numbers at a time
 OTHER_BACKENDS = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}
 
 
@@ -257,6 +257,21 @@ def split_layers(costs: Sequence[float], parts: int) -> list[range]:
         found.append(range(row[end][1], end))
         end = row[end][1]
     return found[::-1]
+
+
+def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, ...] | None:
+    """What one rank holds of a parameter [experts, rows, ...] under expert parallelism.
+
+    `size` ranks share the experts, and FSDP shards each over `shards` ranks. Whole experts where they divide
+    evenly, else some rows of each; None where neither does.
+
+    >>> shard_experts((8, 64, 32), 2, 2), shard_experts((8, 64, 32), 2, 8), shard_experts((8, 63, 32), 2, 8)
+    ((2, 64, 32), (4, 8, 32), None)
+    """
+    own = shape[0] // size
+    if own % shards == 0:
+        return (own // shards, *shape[1:])
+    return (own, shape[1] // shards, *shape[2:]) if shape[1] % shards == 0 else None
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:

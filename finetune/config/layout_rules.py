@@ -4,11 +4,23 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, Literal
 
-from finetune.config.facts import Case, Rule
+from finetune.config.facts import (
+    BF16,
+    Case,
+    Rule,
+    has_ep,
+    has_fp8,
+    has_pp,
+    has_sp,
+    has_tp,
+    is_fsdp1,
+    is_quantized,
+    is_set,
+    layout_rule,
+)
 from finetune.config.model_rules import is_uneven_vocabulary, set_to_divisor, trains_experts
 from finetune.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
-from finetune.config.recipe_rules import is_set
 from finetune.config.yaml_file import COMMAND_LINE
 from finetune.units import counted
 
@@ -20,14 +32,15 @@ DEEPSPEED_NAMES = {  # a recipe's key -> DeepSpeed's name for it, where that is 
     "adam_epsilon": "eps",
 }
 
+
 # What an optimizer may not work with (`OptimizerFacts.conflicts`): the keys that it is about, and when it is so.
 OPTIMIZER_CONFLICTS: Mapping[
     str, tuple[tuple[str, ...], tuple[Literal["layout", "model"], ...], Callable[[Case], object]]
 ] = {
-    "FSDP1": (("fsdp_version",), ("layout",), lambda c: c.layout.layout == "fsdp1"),
+    "FSDP1": (("fsdp_version",), ("layout",), is_fsdp1),
     "CPU offload": (("fsdp_offload_params",), ("layout",), lambda c: c.layout.cpu_offload),
-    "tp_size": (("tp_size",), ("layout",), lambda c: c.layout.tensor_parallel_size > 1),
-    "expert_parallel_size": (("expert_parallel_size",), ("layout",), lambda c: c.layout.expert_parallel_size > 1),
+    "tp_size": (("tp_size",), ("layout",), has_tp),
+    "expert_parallel_size": (("expert_parallel_size",), ("layout",), has_ep),
     "optim_offload: nvme": (("optim_offload",), (), is_set("optim_offload", "nvme")),
     "optim_in_backward": (("optim_in_backward",), (), is_set("optim_in_backward", True)),
     "trained experts": (("model_name_or_path",), ("model",), trains_experts),
@@ -66,10 +79,6 @@ def _optimizer_rule(feature: str) -> Rule:
     )
 
 
-def _layout_rule(name: str, *keys: str, **others: Any) -> Rule:
-    return Rule(name=name, keys=keys, needs=("layout",), **others)
-
-
 def _exclude(
     feature: str, is_on: Callable[[Case], object], key: str, when: Callable[[Case], object],
         what: str | Callable[[Case], str],
@@ -78,7 +87,7 @@ def _exclude(
     """A rule: `what` (of `key`) cannot be combined with `feature`, a key of recipe or layout."""
     shown = what if callable(what) else lambda _: what
     end, is_in_file = f": {why}" if why else "", not feature.endswith("_parallel_size")
-    return _layout_rule(
+    return layout_rule(
         f"{key} with {feature}",
         key,
         feature,
@@ -89,34 +98,6 @@ def _exclude(
         advice=advice or f"remove {key}",
         fix=fix,
     )
-
-
-def has_tp(case: Case) -> bool:
-    return case.layout.tensor_parallel_size > 1
-
-
-def has_sp(case: Case) -> bool:
-    return case.layout.sequence_parallel_size > 1
-
-
-def has_ep(case: Case) -> bool:
-    return case.layout.expert_parallel_size > 1
-
-
-def has_pp(case: Case) -> bool:
-    return case.layout.pipeline_parallel_size > 1
-
-
-def is_fsdp1(case: Case) -> bool:
-    return case.layout.layout == "fsdp1"
-
-
-def has_fp8(case: Case) -> bool:
-    return case.layout.fp8 is not None
-
-
-def is_quantized(case: Case) -> bool:
-    return case.quantization.bits is not None
 
 
 def has_teacher(case: Case) -> bool:
@@ -168,7 +149,7 @@ def _find_unequal_numbers(case: Case) -> list[str]:
 
 
 def _checkpointed_only(key: str, what: str, *, is_note: bool = False) -> Rule:
-    return _layout_rule(
+    return layout_rule(
         f"{key} without checkpointing",
         key,
         "fsdp_activation_checkpointing",
@@ -177,11 +158,6 @@ def _checkpointed_only(key: str, what: str, *, is_note: bool = False) -> Rule:
         advice="set fsdp_activation_checkpointing: true there, or remove the key",
         is_note=is_note,
     )
-
-
-def _advise_ep_size(case: Case) -> str:
-    shards = case.shards
-    return set_to_divisor("expert_parallel_size", shards, " (it must divide the experts of a layer too)")
 
 
 def _describe_ep_ranks(case: Case) -> str:
@@ -196,38 +172,37 @@ def _describe_ep_ranks(case: Case) -> str:
 
 IN_BACKWARD = is_set("optim_in_backward", True)
 ON_NVME = is_set("optim_offload", "nvme")
-BF16 = {"mixed_precision": "bf16"}
 NO_PIPELINE = {"pipeline_parallel_size": 1}
+
 
 # Whether the layout is possible at all.
 POSSIBLE: tuple[Rule, ...] = (
-    _layout_rule(
+    layout_rule(
         "one process", "distributed_type", when=lambda c: c.layout.layout == "single" and c.ranks > 1,
         message="this layout is for one process, but {ranks} were launched",
         advice="launch one, or use ddp or an fsdp config",
     ),
-    _layout_rule(
+    layout_rule(
         "hybrid sharding of one rank", "sharding_strategy", "dp_replicate_size",
         when=lambda c: c.layout.strategy == "HYBRID_SHARD" and c.ranks == 1,
         message="hybrid sharding needs at least 2 ranks, but 1 was launched", advice="use fsdp_full_shard",
     ),
-    _layout_rule(
+    layout_rule(
         "sizes of the mesh", "parallelism_config",
         when=lambda c: c.layout.mesh_sizes is not None and _count_mesh(c) != c.ranks,
         message=lambda c: f"{c.layout.describe_mesh()}{_describe_stages(c)} = {_count_mesh(c)}, but {c.ranks} "
         f"{'rank was' if c.ranks == 1 else 'ranks were'} launched",
         advice=lambda c: f"set the sizes so that their product is {c.ranks}",
     ),
-    _layout_rule(
+    layout_rule(
         "machines without a rank", "num_machines", when=lambda c: c.ranks < c.layout.num_machines,
         message="num_machines: {layout.num_machines}, but --num-processes {ranks}: each machine runs at least one",
         advice="set num_machines: 1, or ask for more processes",
     ),
-    _layout_rule(
-        "numbers of a DeepSpeed file", "deepspeed_config", when=lambda c: _find_unequal_numbers(c),
-        message=_find_unequal_numbers,
+    layout_rule(
+        "numbers of a DeepSpeed file", "deepspeed_config", when=_find_unequal_numbers, message=_find_unequal_numbers,
     ),
-    _layout_rule(
+    layout_rule(
         "frozen parameters without shards", "fsdp_sharding_strategy",
         when=lambda c: is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1) and freezes(c),
         message="FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters (LoRA's base, "
@@ -236,6 +211,7 @@ POSSIBLE: tuple[Rule, ...] = (
         "set fsdp_version: 2",
     ),
 )  # fmt: skip
+
 
 RULES: tuple[Rule, ...] = (
     # FSDP1
@@ -314,19 +290,23 @@ RULES: tuple[Rule, ...] = (
     *(_exclude("cp_size", has_sp, key, is_set(key, True), f"{key}: true", fix={key: False}) for key in (
         "activation_offload", "optim_in_backward")),
     # Expert parallelism
-    _layout_rule(
+    layout_rule(
         "expert parallelism without FSDP2", "expert_parallel_size", "fsdp_version",
         when=lambda c: has_ep(c) and c.layout.layout != "fsdp2",
         message="expert_parallel_size: {layout.expert_parallel_size} requires FSDP2, and {layout.source} is "
         "another layout",
         advice="use fsdp_full_shard, or set expert_parallel_size: 1", fix={"expert_parallel_size": 1},
     ),
-    _layout_rule(
+    layout_rule(
         "ranks of expert parallelism", "expert_parallel_size",
         when=lambda c: has_ep(c) and c.layout.layout == "fsdp2" and c.shards % c.layout.expert_parallel_size,
-        message=_describe_ep_ranks, advice=_advise_ep_size, fix={"expert_parallel_size": 1},
+        message=_describe_ep_ranks,
+        advice=lambda c: set_to_divisor(
+            "expert_parallel_size", c.shards, " (it must divide the experts of a layer too)"
+        ),
+        fix={"expert_parallel_size": 1},
     ),
-    _layout_rule(
+    layout_rule(
         "expert parallelism within groups", "expert_parallel_size", "tp_size",
         when=lambda c: has_ep(c) and has_tp(c),
         message="expert_parallel_size cannot be combined with tp_size ({layout.source}): ranks that divide a layer's "
@@ -345,21 +325,21 @@ RULES: tuple[Rule, ...] = (
         "within a layer the host reads how many tokens come from each rank", fix={"torch_compile": False},
     ),
     # Pipeline parallelism
-    _layout_rule(
+    layout_rule(
         "pipeline parallelism without FSDP2", "pipeline_parallel_size", "fsdp_version",
         when=lambda c: has_pp(c) and c.layout.layout != "fsdp2",
         message="pipeline_parallel_size: {layout.pipeline_parallel_size} requires FSDP2, and {layout.source} is "
         "another layout",
         advice="use fsdp_full_shard, or set pipeline_parallel_size: 1", fix=NO_PIPELINE,
     ),
-    _layout_rule(
+    layout_rule(
         "ranks of a pipeline", "pipeline_parallel_size",
         when=lambda c: has_pp(c) and c.ranks % c.layout.smallest_world,
         message=lambda c: f"pipeline_parallel_size: {c.layout.pipeline_parallel_size}: the run has "
         f"{counted(c.ranks, 'rank')}, and this layout needs a multiple of {c.layout.smallest_world}",
         advice="choose another size or number of ranks", fix=NO_PIPELINE,
     ),
-    _layout_rule(
+    layout_rule(
         "schedule without a pipeline", "pipeline_schedule",
         when=lambda c: is_set("pipeline_schedule")(c) and not has_pp(c), is_note=True,
         message="pipeline_schedule has no effect: pipeline_parallel_size is 1", advice="remove it",
@@ -411,7 +391,7 @@ RULES: tuple[Rule, ...] = (
         "activation_checkpointing_every", "it says which layers are checkpointed", is_note=True,
     ),
     # The update in the backward
-    _layout_rule(
+    layout_rule(
         "micro-batches with optim_in_backward", "optim_in_backward", "global_batch_size",
         "gradient_accumulation_steps", when=lambda c: IN_BACKWARD(c) and _count_micro_batches(c) > 1,
         message=lambda c: f"optim_in_backward: a step of {c.global_batch_size} rows is {_count_micro_batches(c)} "
@@ -436,7 +416,7 @@ RULES: tuple[Rule, ...] = (
     ),
     # The optimizer
     *map(_optimizer_rule, OPTIMIZER_CONFLICTS),
-    _layout_rule(
+    layout_rule(
         "state in files without FSDP2", "optim_offload", "fsdp_version",
         when=lambda c: ON_NVME(c) and c.layout.layout != "fsdp2",
         message="optim_offload: nvme requires FSDP2, for one rank too, and {layout.source} is another layout",

@@ -1,24 +1,40 @@
-"""The rules on a model: which recipes and layouts its family and its sizes allow. Imports no torch."""
+"""The rules on a model: what its family and sizes allow, which of its layers pack, and images. Imports no torch."""
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
-from finetune.config.facts import Case, Rule
+from finetune.config.facts import (
+    Case,
+    Rule,
+    has_ep,
+    has_fp8,
+    has_pp,
+    has_sp,
+    has_tp,
+    is_fsdp1,
+    model_layout_rule,
+    model_rule,
+)
 from finetune.config.families import (
     FAMILIES,
     HEADS,
+    IMAGE_FAMILIES,
+    PACKED_LAYER_TYPES,
+    attends_by_mask,
     find_classes,
     find_linear_layers,
     has_fused_experts,
+    has_own_attention,
+    has_unknown_layers,
     read_family_source,
 )
+from finetune.config.layout import FP8_MULTIPLE, shard_experts
 from finetune.config.module_names import find_expert_layers, is_within
 from finetune.config.quantization import BLOCK, LOAD_KEYS, PUBLISHED, describe_quantization
 from finetune.config.schema import Quantization, keys_of
+from finetune.constants import LARGEST_FLASH_HEAD
 
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in models of every family
-FP8_MULTIPLE = 16  # tensor cores take so many 8-bit numbers at a time
 
 
 def list_divisors(number: int, least: int = 2) -> str:
@@ -100,21 +116,6 @@ def _describe_uneven(case: Case) -> str:
 def is_uneven_vocabulary(case: Case) -> bool:
     """Whether the ranks of a tensor parallel group have different numbers of rows of the vocabulary."""
     return case.model.vocabulary % case.layout.tensor_parallel_size != 0
-
-
-def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, ...] | None:
-    """What one rank holds of a parameter [experts, rows, ...] under expert parallelism.
-
-    `size` ranks share the experts, and FSDP shards each over `shards` ranks. Whole experts where they divide
-    evenly, else some rows of each; None where neither does.
-
-    >>> shard_experts((8, 64, 32), 2, 2), shard_experts((8, 64, 32), 2, 8), shard_experts((8, 63, 32), 2, 8)
-    ((2, 64, 32), (4, 8, 32), None)
-    """
-    own = shape[0] // size
-    if own % shards == 0:
-        return (own // shards, *shape[1:])
-    return (own, shape[1] // shards, *shape[2:]) if shape[1] % shards == 0 else None
 
 
 def _has_unsharded_experts(case: Case) -> bool:
@@ -199,15 +200,53 @@ def _has_text_class(model_type: str) -> bool:
     return any(name.endswith("ForCausalLM") for name in find_classes(model_type))
 
 
-def model_rule(name: str, *keys: str, **others: Any) -> Rule:
-    return Rule(name=name, keys=keys, needs=("model",), **others)
+def _has_unfit_attention(case: Case) -> bool:
+    """Whether the family computes attention in its own code, and the recipe asks for what that does not do."""
+    family, keys, traits = case.model.model_type, case.recipe.model, case.model.family
+    by_mask = traits.masks_documents is not None
+    is_other = not by_mask and (traits.recurrence is not None or not has_own_attention(family))
+    if keys.trust_remote_code or is_other:
+        return False
+    kind = keys.attn_implementation
+    supports = f"_supports_{kind.rpartition('_2')[0] or kind} = True"
+    is_its_own = kind in ("auto", "eager") or supports in read_family_source(family)
+    is_packed = by_mask and kind in ("auto", "eager", "sdpa")
+    return not is_its_own or (case.recipe.data.packing and not is_packed)
 
 
-def model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """A rule on the model under a layout."""
-    return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
+def _has_unknown_layers(case: Case) -> bool:
+    return has_unknown_layers(case.model.model_type, case.model.layer_types)
 
 
+def _attends_by_mask(case: Case) -> bool:
+    is_own = not case.recipe.model.trust_remote_code
+    return is_own and attends_by_mask(case.model.model_type, case.model.layer_types)
+
+
+def _lacks_kernels(case: Case) -> bool:
+    """Whether a GPU computes one document of a packed row after the other, which it need not."""
+    recurrence = case.model.family.recurrence
+    is_slow = recurrence is not None and case.machine.device == "cuda" and case.recipe.data.packing
+    return is_slow and not all(map(case.machine.has_package, recurrence.packages if recurrence else ()))
+
+
+def _describe_kernels(case: Case) -> str:
+    packages = case.model.family.recurrence.packages if case.model.family.recurrence else ()
+    names = " ".join(DISTRIBUTIONS[package] for package in packages if not case.machine.has_package(package))
+    return (
+        f"{case.name}: without {names.replace(' ', ' and ')} the layers of {case.model.model_type} that carry a state "
+        f"run over one document after the other, by slow reference code; pip install {names}"
+    )
+
+
+def _needs_blocks(case: Case) -> bool:
+    """Whether attention is computed in blocks of whole rows, which more ranks than heads have no part of."""
+    family = case.model.family
+    return family.caps_scores or family.sinks or case.model.head_size > LARGEST_FLASH_HEAD
+
+
+# A package as it is imported -> as it is installed.
+DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 RULES: tuple[Rule, ...] = (
     model_rule(
         "more tokens than rows", "tokenizer_name_or_path", "model_name_or_path", "model_config",
@@ -251,7 +290,7 @@ RULES: tuple[Rule, ...] = (
     ),
     model_layout_rule(
         "quantized experts over ranks", "expert_parallel_size", "load_in_4bit",
-        when=lambda c: c.layout.expert_parallel_size > 1 and c.quantization.bits == 4 and c.model.experts
+        when=lambda c: has_ep(c) and c.quantization.bits == 4 and c.model.experts
         and c.model.experts // c.layout.expert_parallel_size * c.model.hidden * c.model.expert_width % BLOCK,
         message="expert_parallel_size: {layout.expert_parallel_size}: the experts of a rank do not begin with a block "
         f"of {BLOCK} numbers, which load_in_4bit keeps under one scale",
@@ -298,20 +337,20 @@ RULES: tuple[Rule, ...] = (
     model_layout_rule(
         "frozen tower without shards", "fsdp_sharding_strategy",
         when=lambda c: c.is_whole
-        and c.layout.layout == "fsdp1" and (c.layout.strategy == "NO_SHARD" or c.ranks == 1),
+        and is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1),
         message="{name}: FSDP1 without shards (NO_SHARD, one rank) cannot hold the frozen part of a vision-language "
         "model",
         advice="use FSDP2, or DDP",
     ),
     model_layout_rule(
         "tensor parallelism of a vision-language model", "tp_size",
-        when=lambda c: c.layout.tensor_parallel_size > 1 and c.is_whole,
+        when=lambda c: has_tp(c) and c.is_whole,
         message="tp_size {layout.tensor_parallel_size}: not supported for {name}, a vision-language model",
         fix={"tp_size": 1},
     ),
     model_layout_rule(
         "sequence parallelism of a vision-language model", "cp_size", "sp_size",
-        when=lambda c: c.layout.sequence_parallel_size > 1 and c.is_whole,
+        when=lambda c: has_sp(c) and c.is_whole,
         message="cp_size, sp_size: not supported for {name}, a vision-language model", fix={"cp_size": 1},
     ),
     # Mixtures
@@ -337,27 +376,27 @@ RULES: tuple[Rule, ...] = (
     ),
     model_layout_rule(
         "family of a pipeline", "pipeline_parallel_size",
-        when=lambda c: c.layout.pipeline_parallel_size > 1 and (not c.model.family.has_pipeline or c.model.vision),
+        when=lambda c: has_pp(c) and (not c.model.family.has_pipeline or c.model.vision),
         message="pipeline_parallel_size: {layout.pipeline_parallel_size}: not supported for {model.model_type}, the "
         f"family of {{name}}; it is tested with {_list('has_pipeline')}",
         advice="remove it", fix={"pipeline_parallel_size": 1},
     ),
     model_layout_rule(
         "layers of a pipeline", "pipeline_parallel_size", "pipeline_schedule",
-        when=lambda c: c.layout.pipeline_chunks > c.model.layers and c.layout.pipeline_parallel_size > 1,
+        when=lambda c: c.layout.pipeline_chunks > c.model.layers and has_pp(c),
         message="pipeline_parallel_size: {layout.pipeline_parallel_size}: {name} has {model.layers} layers, and "
         "{layout.pipeline_schedule} cuts them into {layout.pipeline_chunks} groups",
         advice="choose a smaller size", fix={"pipeline_parallel_size": 1, "pipeline_schedule": "1f1b"},
     ),
     model_layout_rule(
         "expert parallelism of a dense model", "expert_parallel_size",
-        when=lambda c: c.layout.expert_parallel_size > 1 and not c.model.experts,
+        when=lambda c: has_ep(c) and not c.model.experts,
         message="expert_parallel_size: {layout.expert_parallel_size}: {name} is a dense model ({model.model_type})",
         advice="remove it", fix={"expert_parallel_size": 1},
     ),
     model_layout_rule(
         "family of expert parallelism", "expert_parallel_size",
-        when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts
+        when=lambda c: has_ep(c) and c.model.experts
         and not c.model.family.has_expert_parallelism,
         message="expert_parallel_size: {layout.expert_parallel_size}: not supported for {model.model_type}, the family "
         f"of {{name}}; it is tested with {_list('has_expert_parallelism')}",
@@ -373,7 +412,7 @@ RULES: tuple[Rule, ...] = (
     ),
     model_layout_rule(
         "experts over shards", "expert_parallel_size",
-        when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts and _has_unsharded_experts(c),
+        when=lambda c: has_ep(c) and c.model.experts and _has_unsharded_experts(c),
         message=lambda c: f"expert_parallel_size: {c.layout.expert_parallel_size}: neither the "
         f"{c.model.experts // c.layout.expert_parallel_size} experts of a rank's group nor the rows of their matrices "
         "divide over the ranks that share them",
@@ -382,14 +421,14 @@ RULES: tuple[Rule, ...] = (
     # Tensor parallelism
     model_layout_rule(
         "family of tensor parallelism", "tp_size",
-        when=lambda c: c.layout.tensor_parallel_size > 1 and not c.model.family.tensor_parallel,
+        when=lambda c: has_tp(c) and not c.model.family.tensor_parallel,
         message="tp_size {layout.tensor_parallel_size}: not supported for {model.model_type}, the family of {name}; "
         f"only for {_list('tensor_parallel')}",
         fix={"tp_size": 1},
     ),
     model_layout_rule(
         "sizes under tensor parallelism", "tp_size",
-        when=lambda c: c.layout.tensor_parallel_size > 1 and c.model.family.tensor_parallel
+        when=lambda c: has_tp(c) and c.model.family.tensor_parallel
         and _find_uneven(c),
         message=_describe_uneven, advice=_advise_tp_size, fix={"tp_size": 1},
     ),
@@ -408,15 +447,90 @@ RULES: tuple[Rule, ...] = (
     ),
     # FP8
     model_layout_rule(
-        "FP8 of a mixture", "mixed_precision", when=lambda c: c.layout.fp8 is not None and c.model.experts,
+        "FP8 of a mixture", "mixed_precision", when=lambda c: has_fp8(c) and c.model.experts,
         message="mixed_precision: fp8: {name} is a mixture of experts, which torchao does not multiply in FP8",
         fix={"mixed_precision": "bf16"},
     ),
     model_layout_rule(
         "FP8 without a layer", "mixed_precision",
-        when=lambda c: c.layout.fp8 is not None and not c.model.experts and not _has_fp8_layer(c),
+        when=lambda c: has_fp8(c) and not c.model.experts and not _has_fp8_layer(c),
         message="mixed_precision: fp8: {name} has no linear layer that can be multiplied in FP8: their sizes must be "
         f"multiples of {FP8_MULTIPLE}",
         fix={"mixed_precision": "bf16"},
+    ),
+    # Layers across tokens: which keep documents apart, which ranks can share
+    model_layout_rule(
+        "heads under sequence parallelism", "cp_size", "sp_size",
+        when=lambda c: _needs_blocks(c) and count_local_heads(c) % c.layout.sequence_parallel_size,
+        message=describe_local_heads,
+        advice=lambda c: f"set it to {list_divisors(count_local_heads(c), 1)}",
+        fix={"cp_size": 1}, of_teacher=True,
+    ),
+    model_layout_rule(
+        "layers under sequence parallelism", "cp_size", "sp_size",
+        when=lambda c: has_sp(c) and (c.model.family.recurrence or _attends_by_mask(c)),
+        message="cp_size, sp_size: not supported for {model.model_type}, the family of {name}, whose layers need the "
+        "whole row on a rank",
+        fix={"cp_size": 1}, of_teacher=True,
+    ),
+    model_rule(
+        "layers with a state", "packing", "model_name_or_path",
+        when=lambda c: c["packing"] and _has_unknown_layers(c),
+        message=lambda c: f"{c.name}: {c.model.model_type} has "
+        f"{', '.join(sorted(c.model.layer_types - PACKED_LAYER_TYPES))} layers, in which packed documents cannot be "
+        "kept apart",
+        fix={"packing": False}, of_teacher=True,
+    ),
+    model_rule(
+        "attention of its own", "attn_implementation", "packing", "model_name_or_path", when=_has_unfit_attention,
+        message="{name}: {model.model_type} computes attention in its own code and cannot be trained on packed "
+        "documents",
+        advice="set packing: false and remove attn_implementation",
+        fix={"packing": False, "attn_implementation": "auto"}, of_teacher=True,
+    ),
+    model_rule(
+        "attention over a mask", "attn_implementation", "model_name_or_path",
+        when=lambda c: c["attn_implementation"] == "auto" and _attends_by_mask(c),
+        message="{name}: the attention of {model.model_type} reads a mask of all pairs of tokens; transformers' own is "
+        "used, whose memory grows with the square of a row",
+        is_note=True, of_teacher=True,
+    ),
+    Rule(
+        name="kernels of layers with a state", keys=("model_name_or_path",), needs=("model", "machine"),
+        when=_lacks_kernels, message=_describe_kernels, is_note=True, of_teacher=True,
+    ),
+    # Rows with images, which are known once the data has been read.
+    Rule(
+        name="images of the family", keys=("model_name_or_path", "model_config"),
+        when=lambda c: c.images and c.images not in IMAGE_FAMILIES,
+        message="{name}: rows hold images, and training on images is not supported for {images}; it is tested with "
+        f"{', '.join(IMAGE_FAMILIES)}",
+        advice="remove these rows",
+    ),
+    Rule(
+        name="images without the tower", keys=("drop_vision",), when=lambda c: c.images and c["drop_vision"],
+        message="drop_vision: rows hold images, which need the vision tower", fix={"drop_vision": False},
+    ),
+    Rule(
+        name="images in packed rows", keys=("attn_implementation", "packing"),
+        when=lambda c: c.images and c["packing"] and c["attn_implementation"] != "auto",
+        message="attn_implementation: {attn_implementation}: does not keep packed documents with images apart",
+        fix={"packing": False},
+    ),
+    Rule(
+        name="images of a method", keys=("method",),
+        when=lambda c: c.images and (c.recipe.method_facts.rows == "ratings" or c.recipe.teacher is not None),
+        message="method: {method}: rows hold images, which it does not support",
+        advice="use method: sft, or one that learns from pairs",
+    ),
+    Rule(
+        name="images in compiled layers", keys=("torch_compile",), when=lambda c: c.images and c["torch_compile"],
+        message="torch_compile: rows hold images, with which it was not tried", fix={"torch_compile": False},
+    ),
+    Rule(
+        name="images beyond the plan", keys=("datasets",), when=lambda c: c.images,
+        message="rows hold images: the plan counts their tokens with the row's, and not what the vision tower needs "
+        "while it runs, or keeps where it is trained",
+        is_note=True,
     ),
 )  # fmt: skip

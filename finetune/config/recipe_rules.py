@@ -1,70 +1,19 @@
-"""The rules of a recipe by itself: they need neither layout nor model, and are checked as it is read. Torch-free."""
+"""The rules of a recipe: its keys among themselves, and quantized training and exports. Torch-free."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import date
+from math import gcd
 from typing import Any
 
-from finetune.config.facts import Case, Rule
-from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, RATED, Method, Rollout
+from finetune.config.facts import BF16, Case, Need, Rule, both, has_fp8, has_tp, is_set, no_effect
 from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.quantization import EXPORTED, SCHEMES, TRAINED
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
-from finetune.config.schema import DatasetSource, Lora, Quantization, keys_of, recipe_keys
+from finetune.config.schema import DatasetSource, Lora, Quantization, QuantizationAware, keys_of
 
 SMALLEST_BF16_RATE = 1e-5  # bf16 weights of 0.02 are 1.2e-4 apart: most updates by less than half of that are lost
 LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
-
-
-def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
-    """A condition: `key` has the value `to`, or without one any other value than its default."""
-
-    def check(case: Case) -> bool:
-        value = case[key]
-        return bool(value != recipe_keys()[key].default) if to is ... else bool(value == to)
-
-    return check
-
-
-def both(*conditions: Callable[[Case], object]) -> Callable[[Case], bool]:
-    """A condition: all of `conditions` hold."""
-    return lambda case: all(condition(case) for condition in conditions)
-
-
-def no_effect(key: str, without: str, when: Callable[[Case], object], *reads: str, is_note: bool = False) -> Rule:
-    """A rule: `key` has no effect; `without` says why, and what would give it one."""
-    return Rule(
-        name=f"{key} without effect: {without}",
-        keys=(key, *reads),
-        when=lambda case: is_set(key)(case) and when(case),
-        message=f"{key} has no effect {without}",
-        advice=f"set it, or remove {key}" if without.startswith("without") else f"remove {key}",
-        is_note=is_note,
-    )
-
-
-def _method_key(key: str) -> Rule:
-    users = ", ".join(name for name, facts in METHODS.items() if key in facts.keys)
-    return Rule(
-        name=f"{key} with another method",
-        keys=(key, "method"),
-        when=both(is_set(key), lambda case: key not in case.recipe.method_facts.keys),
-        message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
-    )
-
-
-def _column_key(entry: str, key: str) -> Rule:
-    users = ", ".join(name for name, facts in METHODS.items() if facts.rows in COLUMN_KEYS[key])
-
-    def is_unused(case: Case) -> bool:
-        is_given = any(getattr(source, key) for source in case[entry])
-        return is_given and case.recipe.method_facts.rows not in COLUMN_KEYS[key]
-
-    return Rule(
-        name=f"{key} of {entry} with another method",
-        keys=(entry, "method"),
-        when=is_unused,
-        message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
-    )
 
 
 def _function_beside(entry: str, key: str) -> Rule:
@@ -132,6 +81,53 @@ def _not_in_backward(key: str, when: Callable[[Case], object], message: str, adv
     )
 
 
+COMPRESSED = "compressed-tensors"
+KEY = "quantization_aware_training"
+OFF: Mapping[str, Any] = {KEY: None}
+
+
+def is_on(case: Case) -> bool:
+    return case[KEY] is not None
+
+
+def exports(name: str) -> Callable[[Case], bool]:
+    """A condition: a run ends with an export in the format `name`."""
+    return lambda case: case["export_at_end"] and name in case["export_formats"]
+
+
+def _beside(
+    name: str,
+    key: str,
+    when: Callable[[Case], object],
+    why: str,
+    advice: str,
+    *,
+    fix: Mapping[str, Any] | None = None,
+    needs: tuple[Need, ...] = (),
+) -> Rule:
+    return Rule(
+        name=f"{name} with {KEY}",
+        keys=(KEY, key),
+        needs=needs,
+        when=lambda c: is_on(c) and when(c),
+        message=f"{KEY}: {{{KEY}}} cannot be combined with {name}: {why}",
+        advice=advice,
+        fix=fix,
+    )
+
+
+def _uneven_widths(case: Case) -> list[int]:
+    """Inputs of linear layers that the group size does not divide, by the sizes that a config names."""
+    model, group = case.model, case["qat_group_size"]
+    widths = {model.hidden, model.heads * model.head_size, model.intermediate} - {0}
+    return sorted(width for width in widths if group is not None and width % group)
+
+
+def _advise_group_size(case: Case) -> str:
+    model = case.model
+    return f"set it to a divisor of {gcd(model.hidden, model.heads * model.head_size, model.intermediate)}, or to null"
+
+
 # What every recipe needs; asked only when one is read.
 REQUIRED: tuple[Rule, ...] = (
     Rule(
@@ -172,76 +168,8 @@ REQUIRED: tuple[Rule, ...] = (
     ),
 )  # fmt: skip
 
+
 RULES: tuple[Rule, ...] = (
-    # The method
-    Rule(
-        name="no teacher", keys=("teacher_model_name_or_path", "method"),
-        when=lambda c: c.recipe.method_facts.needs_teacher and not c["teacher_model_name_or_path"],
-        message="method: {method} learns from a teacher", advice="set teacher_model_name_or_path",
-    ),
-    *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
-    *(_method_key(key.name) for key in fields(Rollout)),
-    *map(_method_key, LABEL_KEYS),
-    *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
-    *(_function_beside(entry, key) for entry in ("datasets", "eval_datasets") for key in ("path", "name", "split")),
-    Rule(
-        name="label_smoothing with another loss", keys=("label_smoothing", "loss_type", "method"),
-        when=lambda c: c["label_smoothing"] > 0 and c["loss_type"] != "sigmoid",
-        message="label_smoothing has no effect with loss_type: {loss_type}",
-        advice="remove it",
-    ),
-    Rule(
-        name="label_smoothing of half the pairs", keys=("label_smoothing", "method"),
-        when=lambda c: c.recipe.method_facts.compares and c["label_smoothing"] >= 0.5,
-        message="label_smoothing: {label_smoothing:g}: under {method} it is the share of pairs whose order is wrong",
-        advice="a number below 0.5 is expected",
-    ),
-    *(
-        Rule(
-            name=f"{key} without labels", keys=(key, "distill_alpha", "method"),
-            when=both(lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1, is_set(key)),
-            message=f"{key} applies to the cross entropy, which distill_alpha: 1 gives no weight",
-            advice="set distill_alpha below 1, or remove it",
-        )
-        for key in LABEL_KEYS
-    ),
-    Rule(
-        name="label_smoothing of weighted tokens", keys=("label_smoothing", "token_loss"),
-        when=lambda c: c["label_smoothing"] > 0 and c["token_loss"] != "cross_entropy",
-        message="label_smoothing cannot be combined with token_loss: {token_loss}", advice="remove one of the two",
-    ),
-    no_effect("eaft_alpha", "without token_loss: eaft", lambda c: c["token_loss"] != "eaft", "token_loss"),
-    Rule(
-        name="streaming with a reference",
-        keys=("streaming", "method", "use_peft", "modules_to_save", "added_tokens", "adapter_name_or_path"),
-        when=lambda c: c["streaming"] and c.recipe.method_facts.needs_reference and c.recipe.trains_base,
-        message="streaming: {method} needs the reference's log-probabilities of all data before training, unless "
-        "only new adapters are trained",
-        advice="remove streaming, or set use_peft without modules_to_save, added_tokens and adapter_name_or_path",
-        fix={"streaming": False},
-    ),
-    Rule(
-        name="split answers that are compared", keys=("overlength", "method"),
-        when=lambda c: c.recipe.method_facts.compares and c["overlength"] == "split",
-        message="overlength: split would cut up the answers that method: {method} compares; set truncate, drop or "
-        "error",
-    ),
-    Rule(
-        name="assistant_only_loss of pairs", keys=("assistant_only_loss", "method"),
-        when=lambda c: c.recipe.method_facts.compares and not c["assistant_only_loss"],
-        message="assistant_only_loss: false has no effect with method: {method}, which compares answers to one "
-        "prompt",
-        advice="remove it",
-    ),
-    *(
-        no_effect(
-            key,
-            f"where answers are compared ({', '.join((*PAIRED, *RATED))}), or with assistant_only_loss: false: a row "
-            "is whole",
-            lambda c: c.recipe.method_facts.compares or not c["assistant_only_loss"], "method",
-        )
-        for key in ("turns", "train_on_reasoning")
-    ),
     # LoRA and a quantized base
     *(
         no_effect(key.name, "without use_peft: true", lambda c: not c["use_peft"], "use_peft")
@@ -395,6 +323,7 @@ RULES: tuple[Rule, ...] = (
         for key in ("adam_beta1", "adam_beta2", "adam_epsilon")
     ),
     # Data and evaluation
+    *(_function_beside(entry, key) for entry in ("datasets", "eval_datasets") for key in ("path", "name", "split")),
     Rule(
         name="no date", keys=("chat_template_date",), when=_is_no_date,
         message="chat_template_date: {chat_template_date}: not a date; use the form 2026-01-31",
@@ -437,5 +366,112 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: c["profile_steps"] is not None and c["profile_steps"][0] > c["profile_steps"][1],
         message=lambda c: (f"profile_steps: {list(c['profile_steps'] or ())}: the first step comes after the last"),
         advice="give the first step first",
+    ),
+    # Quantization-aware training and quantized exports
+    Rule(
+        name="a scheme that torchao does not finish here", keys=(KEY,),
+        when=lambda c: is_on(c) and SCHEMES[c[KEY]].refused,
+        message=lambda c: f"{KEY}: {c[KEY]}: {SCHEMES[c[KEY]].refused}, so that the quantized model could not be "
+        "compared with the one that was trained",
+        advice=f"use one of {', '.join(TRAINED)}", fix=OFF,
+    ),
+    *(
+        no_effect(key.name, f"without {KEY}", lambda c: not is_on(c), KEY)
+        for key in fields(QuantizationAware)[1:]
+    ),
+    Rule(
+        name="an export without a folder", keys=("export_formats",),
+        when=lambda c: "safetensors" not in c["export_formats"],
+        message="export_formats: without safetensors a run's folder has no model to chat with",
+        advice="add it", fix={"export_formats": ("safetensors",)},
+    ),
+    no_effect("export_formats", "with export_at_end: false", is_set("export_at_end", False), "export_at_end"),
+    no_effect(
+        "export_quantization", "without export_formats: [safetensors, compressed-tensors]",
+        lambda c: COMPRESSED not in c["export_formats"], "export_formats",
+    ),
+    Rule(
+        name="a quantized export without a scheme", keys=("export_formats", "export_quantization", KEY),
+        when=lambda c: COMPRESSED in c["export_formats"] and not (is_on(c) or c["export_quantization"]),
+        message="export_formats: compressed-tensors: no scheme", advice="set export_quantization, such as int8-int8",
+    ),
+    Rule(
+        name="a scheme that is not exported", keys=("export_quantization",),
+        when=lambda c: c["export_quantization"] not in (None, *EXPORTED),
+        message="export_quantization: {export_quantization}: not written", advice=f"use one of {', '.join(EXPORTED)}",
+    ),
+    Rule(
+        name="a quantized mixture", keys=("export_formats",), needs=("model",),
+        when=lambda c: COMPRESSED in c["export_formats"] and (c.model.experts or c.is_whole),
+        message="export_formats: compressed-tensors: {name} is a mixture or has a vision tower, which is not quantized",
+        advice="remove it",
+    ),
+    Rule(
+        name="a family that is not exported as GGUF", keys=("export_formats",), needs=("model",),
+        when=lambda c: "gguf" in c["export_formats"] and (c.model.family.llama_cpp is None or c.is_whole),
+        message="export_formats: gguf: {model.model_type} is not among the families that are exported as GGUF",
+        advice="remove it",
+    ),
+    Rule(
+        name="rounding after the end", keys=("fake_quant_after_n_steps", "max_steps"),
+        when=lambda c: c["fake_quant_after_n_steps"] >= (c.steps or c["max_steps"] or 1e99),
+        message=lambda c: f"fake_quant_after_n_steps: {c['fake_quant_after_n_steps']}: the run ends after "
+        f"{c.steps or c['max_steps']} steps, and nothing would be rounded",
+        advice="set a smaller number", fix={"fake_quant_after_n_steps": 0},
+    ),
+    *(
+        _beside(
+            key, key, is_set(key, True), "the base is quantized already, and what is trained is not merged into it",
+            f"remove {key}, or the scheme", fix={key: False},
+        )
+        for key in ("load_in_4bit", "load_in_8bit")
+    ),
+    _beside(
+        "use_dora", "use_dora", is_set("use_dora", True), "only plain adapters are added to the weight that is rounded",
+        "remove one of the two", fix={"use_dora": False},
+    ),
+    _beside(
+        "lora_dropout", "lora_dropout", is_set("lora_dropout"),
+        "base and adapter are rounded together, so that the adapter has no input of its own", "set it to 0",
+        fix={"lora_dropout": 0},
+    ),
+    _beside(
+        "lora_target_parameters", "lora_target_parameters", is_set("lora_target_parameters"),
+        "only adapters of linear layers are added to the weight that is rounded", "name the layers in "
+        "lora_target_modules", fix={"lora_target_parameters": ()},
+    ),
+    _beside(
+        "a method that samples", "method", lambda c: c.recipe.method_facts.samples,
+        "one rounded input more or less changes a ratio of probabilities, which must begin at 1", "remove the scheme",
+        fix=OFF,
+    ),
+    _beside(
+        "tp_size", "tp_size", has_tp, "a scale is that of a part of a row that one rank holds", "set tp_size: 1",
+        fix={"tp_size": 1}, needs=("layout",),
+    ),
+    _beside(
+        "mixed_precision: fp8", "mixed_precision", has_fp8, "both replace the products of the same layers",
+        "set mixed_precision: bf16", fix=BF16, needs=("layout",),
+    ),
+    _beside(
+        "a quantized base", "model_name_or_path", lambda c: c.model.quantization is not None,
+        "the base is quantized already", "name the unquantized model", needs=("model",),
+    ),
+    _beside(
+        "a mixture of experts", "model_name_or_path", lambda c: c.model.experts,
+        "torchao quantizes linear layers, and the experts of a layer are one parameter", "remove the scheme", fix=OFF,
+        needs=("model",),
+    ),
+    _beside(
+        "recurrent layers", "model_name_or_path", lambda c: c.model.family.recurrence is not None,
+        "their kernels read weights of linear layers past the rounding", "remove the scheme", fix=OFF,
+        needs=("model",),
+    ),
+    Rule(
+        name="groups that do not divide", keys=("qat_group_size", KEY, "model_name_or_path"), needs=("model",),
+        when=lambda c: is_on(c) and _uneven_widths(c),
+        message=lambda c: f"qat_group_size: {c['qat_group_size']} does not divide "
+        f"{' and '.join(map(str, _uneven_widths(c)))}, the inputs of linear layers of {c.name}",
+        advice=_advise_group_size, fix={"qat_group_size": None},
     ),
 )  # fmt: skip

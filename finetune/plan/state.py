@@ -4,8 +4,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from finetune.config.layout import Sharding, frozen_dtype
-from finetune.config.model_rules import shard_experts
+from finetune.config.layout import Sharding, frozen_dtype, shard_experts
 from finetune.config.module_names import (
     find_trained,
     find_value,

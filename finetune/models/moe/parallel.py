@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from finetune.config.model_rules import shard_experts
+from finetune.config.layout import shard_experts
 from finetune.distributed.accelerator import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
 from finetune.distributed.world import World, set_timeouts
 from finetune.models.moe.experts import compute_experts, expert_modules, find_factors, take_over_adapters

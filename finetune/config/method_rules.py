@@ -1,17 +1,40 @@
-"""The rules of methods that sample completions from the model in training. Torch-free."""
+"""The rules of the method: its keys, rows and losses, and what sampling allows. Torch-free."""
 
-from finetune.config.facts import Case, Rule
-from finetune.config.methods import POLICY_LOSSES
-from finetune.config.schema import recipe_keys
+from collections.abc import Callable
+from dataclasses import fields
+
+from finetune.config.facts import Case, Rule, both, has_ep, has_fp8, has_sp, is_fsdp1, is_set, no_effect
+from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, POLICY_LOSSES, RATED, Method, Rollout
+
+
+def _method_key(key: str) -> Rule:
+    users = ", ".join(name for name, facts in METHODS.items() if key in facts.keys)
+    return Rule(
+        name=f"{key} with another method",
+        keys=(key, "method"),
+        when=both(is_set(key), lambda case: key not in case.recipe.method_facts.keys),
+        message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
+    )
+
+
+def _column_key(entry: str, key: str) -> Rule:
+    users = ", ".join(name for name, facts in METHODS.items() if facts.rows in COLUMN_KEYS[key])
+
+    def is_unused(case: Case) -> bool:
+        is_given = any(getattr(source, key) for source in case[entry])
+        return is_given and case.recipe.method_facts.rows not in COLUMN_KEYS[key]
+
+    return Rule(
+        name=f"{key} of {entry} with another method",
+        keys=(entry, "method"),
+        when=is_unused,
+        message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
+    )
 
 
 def samples(case: Case) -> bool:
     """Whether the recipe's method samples completions."""
     return case.recipe.method_facts.samples
-
-
-def _is_set(case: Case, key: str) -> bool:
-    return bool(case[key] != recipe_keys()[key].default)
 
 
 def _has_reference(case: Case) -> bool:
@@ -30,31 +53,89 @@ def _averages_sums(case: Case) -> bool:
 SOFT_OVERLONG = "soft_overlong_punishment"  # of SHIPPED_REWARDS: the one that has a key of its own
 
 
-def _refused(key: str, why: str, advice: str = "") -> Rule:
-    return Rule(
-        name=f"{key} with sampled completions",
-        keys=(key, "method"),
-        when=lambda c: samples(c) and _is_set(c, key),
-        message=lambda c: f"{key} cannot be combined with method: {c['method']}: {why}",
-        advice=advice or f"remove {key}",
-    )
-
-
-def _not_under(name: str, keys: tuple[str, ...], when: object, why: str, advice: str) -> Rule:
-    assert callable(when)
+def _refused(name: str, why: str, advice: str = "", *, when: Callable[[Case], object] | None = None) -> Rule:
+    """A rule: a key that is set, or a layout where `when` holds, cannot be combined with a method that samples."""
+    is_so = when or is_set(name)
     return Rule(
         name=f"{name} with sampled completions",
-        keys=(*keys, "method"),
-        needs=("layout",),
-        when=lambda c: samples(c) and when(c),
+        keys=(name.partition(":")[0], "method"),
+        needs=("layout",) if when else (),
+        when=lambda c: samples(c) and is_so(c),
         message=lambda c: f"{name} cannot be combined with method: {c['method']}: {why}",
-        advice=advice,
+        advice=advice or f"remove {name}",
     )
 
 
 OFF_POLICY = "the model that learns would not be the one that was sampled, and the probability ratio is no longer 1"
-
 RULES: tuple[Rule, ...] = (
+    Rule(
+        name="no teacher", keys=("teacher_model_name_or_path", "method"),
+        when=lambda c: c.recipe.method_facts.needs_teacher and not c["teacher_model_name_or_path"],
+        message="method: {method} learns from a teacher", advice="set teacher_model_name_or_path",
+    ),
+    *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
+    *(_method_key(key.name) for key in fields(Rollout)),
+    *map(_method_key, LABEL_KEYS),
+    *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
+    Rule(
+        name="label_smoothing with another loss", keys=("label_smoothing", "loss_type", "method"),
+        when=lambda c: c["label_smoothing"] > 0 and c["loss_type"] != "sigmoid",
+        message="label_smoothing has no effect with loss_type: {loss_type}",
+        advice="remove it",
+    ),
+    Rule(
+        name="label_smoothing of half the pairs", keys=("label_smoothing", "method"),
+        when=lambda c: c.recipe.method_facts.compares and c["label_smoothing"] >= 0.5,
+        message="label_smoothing: {label_smoothing:g}: under {method} it is the share of pairs whose order is wrong",
+        advice="a number below 0.5 is expected",
+    ),
+    *(
+        Rule(
+            name=f"{key} without labels", keys=(key, "distill_alpha", "method"),
+            when=both(lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1, is_set(key)),
+            message=f"{key} applies to the cross entropy, which distill_alpha: 1 gives no weight",
+            advice="set distill_alpha below 1, or remove it",
+        )
+        for key in LABEL_KEYS
+    ),
+    Rule(
+        name="label_smoothing of weighted tokens", keys=("label_smoothing", "token_loss"),
+        when=lambda c: c["label_smoothing"] > 0 and c["token_loss"] != "cross_entropy",
+        message="label_smoothing cannot be combined with token_loss: {token_loss}", advice="remove one of the two",
+    ),
+    no_effect("eaft_alpha", "without token_loss: eaft", lambda c: c["token_loss"] != "eaft", "token_loss"),
+    Rule(
+        name="streaming with a reference",
+        keys=("streaming", "method", "use_peft", "modules_to_save", "added_tokens", "adapter_name_or_path"),
+        when=lambda c: c["streaming"] and c.recipe.method_facts.needs_reference and c.recipe.trains_base,
+        message="streaming: {method} needs the reference's log-probabilities of all data before training, unless "
+        "only new adapters are trained",
+        advice="remove streaming, or set use_peft without modules_to_save, added_tokens and adapter_name_or_path",
+        fix={"streaming": False},
+    ),
+    Rule(
+        name="split answers that are compared", keys=("overlength", "method"),
+        when=lambda c: c.recipe.method_facts.compares and c["overlength"] == "split",
+        message="overlength: split would cut up the answers that method: {method} compares; set truncate, drop or "
+        "error",
+    ),
+    Rule(
+        name="assistant_only_loss of pairs", keys=("assistant_only_loss", "method"),
+        when=lambda c: c.recipe.method_facts.compares and not c["assistant_only_loss"],
+        message="assistant_only_loss: false has no effect with method: {method}, which compares answers to one "
+        "prompt",
+        advice="remove it",
+    ),
+    *(
+        no_effect(
+            key,
+            f"where answers are compared ({', '.join((*PAIRED, *RATED))}), or with assistant_only_loss: false: a row "
+            "is whole",
+            lambda c: c.recipe.method_facts.compares or not c["assistant_only_loss"], "method",
+        )
+        for key in ("turns", "train_on_reasoning")
+    ),
+    # Sampled completions
     Rule(
         name="no rewards", keys=("rewards", "method"),
         when=lambda c: samples(c) and not c["rewards"] and not c.recipe.method_facts.needs_teacher,
@@ -125,7 +206,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="scale_rewards without groups", keys=("scale_rewards", "loss_type"),
-        when=lambda c: samples(c) and _is_set(c, "scale_rewards") and _baseline(c) != "group",
+        when=lambda c: samples(c) and is_set("scale_rewards")(c) and _baseline(c) != "group",
         message="scale_rewards has no effect with loss_type: {loss_type}, which has a baseline of its own",
         advice="remove it",
     ),
@@ -147,7 +228,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="bounds of no correction", keys=("importance_sampling_clip_max", "importance_sampling_correction"),
         when=lambda c: samples(c) and c["importance_sampling_correction"] == "none"
-        and (_is_set(c, "importance_sampling_clip_max") or _is_set(c, "importance_sampling_clip_min")),
+        and (is_set("importance_sampling_clip_max")(c) or is_set("importance_sampling_clip_min")(c)),
         message="importance_sampling_clip_max and importance_sampling_clip_min have no effect without a correction",
         advice="set importance_sampling_correction: token_truncate, or remove them",
     ),
@@ -169,7 +250,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="importance_sampling_level of sums", keys=("importance_sampling_level", "loss_type"),
-        when=lambda c: samples(c) and _is_set(c, "importance_sampling_level") and _averages_sums(c),
+        when=lambda c: samples(c) and is_set("importance_sampling_level")(c) and _averages_sums(c),
         message="importance_sampling_level has no effect with loss_type: {loss_type}, whose ratio is the sequence's",
         advice="remove it",
     ),
@@ -192,21 +273,13 @@ RULES: tuple[Rule, ...] = (
     _refused("assistant_only_loss", "completions are all that is trained on"),
     _refused("turns", "completions are all that is trained on"),
     _refused("train_on_reasoning", "completions are all that is trained on"),
-    _not_under(
-        "fsdp_version: 1", ("fsdp_version",), lambda c: c.layout.layout == "fsdp1",
-        "it cannot keep the model gathered while it samples", "set fsdp_version: 2, or use ddp",
-    ),
-    _not_under(
-        "cp_size", ("cp_size",), lambda c: c.layout.sequence_parallel_size > 1,
-        "the ratio of a sequence is not summed over its ranks", "set cp_size (or sp_size) to 1",
-    ),
-    _not_under(
-        "expert_parallel_size", ("expert_parallel_size",), lambda c: c.layout.expert_parallel_size > 1,
-        "ranks sample completions of different lengths, and would wait for each other's tokens",
-        "set expert_parallel_size: 1",
-    ),
-    _not_under(
-        "mixed_precision: fp8", ("mixed_precision",), lambda c: c.layout.fp8 is not None,
-        "one token at a time has too few rows for FP8's products", "set mixed_precision: bf16",
-    ),
+    _refused("fsdp_version: 1", "it cannot keep the model gathered while it samples",
+             "set fsdp_version: 2, or use ddp", when=is_fsdp1),
+    _refused("cp_size", "the ratio of a sequence is not summed over its ranks",
+             "set cp_size (or sp_size) to 1", when=has_sp),
+    _refused("expert_parallel_size",
+             "ranks sample completions of different lengths, and would wait for each other's tokens",
+             "set expert_parallel_size: 1", when=has_ep),
+    _refused("mixed_precision: fp8", "one token at a time has too few rows for FP8's products",
+             "set mixed_precision: bf16", when=has_fp8),
 )  # fmt: skip
