@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from finetune.checkpoint.retention import step_folder
-from finetune.config.qat_schemes import SCHEMES
+from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.files.tensors import read, read_folder
 from finetune.models.lora import peft_name
