@@ -27,12 +27,12 @@ import yaml  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from finetune.checkpoint import retention  # noqa: E402
+from finetune.checkpoint.manifest import Progress  # noqa: E402
 from finetune.checkpoint.save import Saver  # noqa: E402
 from finetune.config.layout import Sharding  # noqa: E402
 from finetune.config.reader import read_recipe  # noqa: E402
 from finetune.distributed.parallelize import parallelize  # noqa: E402
 from finetune.distributed.world import World, join, leave  # noqa: E402
-from finetune.progress import Progress  # noqa: E402
 
 TOKENS = 128  # in a step
 COPIES = 3  # of each parameter in the state: the weight and Adam's two moments, all fp32

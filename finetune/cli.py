@@ -19,7 +19,7 @@ from finetune.terminal import clean_output, discard, silence_libraries
 # Subcommand -> the function that runs it, by name: importing it would import torch.
 COMMANDS = {
     "init": "finetune.init.cli:init_command",
-    "launch": "finetune.launch:launch_command",
+    "launch": "finetune.run:launch_command",
     "plan": "finetune.plan.cli:plan_command",
     "inspect": "finetune.data.inspect:inspect_command",
     "export": "finetune.export.cli:export_command",

@@ -16,6 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
+from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import find_start, fingerprint_inputs, load_start
 from finetune.checkpoint.retention import step_folder
 from finetune.checkpoint.save import Saver
@@ -44,7 +45,6 @@ from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
 from finetune.plan.architecture import find_local_facts
 from finetune.pretrained_config import load_config, read_facts, trained_config
-from finetune.progress import Progress
 from finetune.terminal import set_library_environment
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from finetune.training.hooks import Hooks

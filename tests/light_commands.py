@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import finetune.cli
-import finetune.launch
 import finetune.run  # noqa: F401  # what commands read; it must be light too, since the modules of every answer hold it
 
 

@@ -134,7 +134,7 @@ def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> N
         "sys.exit(code if rank == 1 else 0)\n"
     )
     program = (
-        "import sys, os; from finetune.launch import _launch, count_cores\n"
+        "import sys, os; from finetune.run import _launch, count_cores\n"
         "os.environ.pop('OMP_NUM_THREADS')\n"
         f"codes = [_launch(2, None, 'no', [{str(script)!r}, code]) for code in ('0', '2', '75', '1', '7', '9')]\n"
         "print('cores', count_cores(), 'codes', codes, flush=True)\n"

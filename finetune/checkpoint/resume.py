@@ -19,6 +19,7 @@ from finetune.checkpoint.manifest import (
     MODEL,
     OPTIMIZER,
     STATE,
+    Progress,
     find_checkpoint_of,
     find_problems,
     read_manifest,
@@ -50,7 +51,6 @@ from finetune.files.hub import find_local_folder
 from finetune.files.run_json import load_json, read_json_object
 from finetune.files.tensors import read_folder
 from finetune.models.load import weights_folder
-from finetune.progress import Progress
 
 BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}  # without effect on a run
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from finetune.checkpoint.manifest import MODEL, OPTIMIZER, STATE, Manifest, complete, hash_recipe
+from finetune.checkpoint.manifest import MODEL, OPTIMIZER, STATE, Manifest, Progress, complete, hash_recipe
 from finetune.checkpoint.retention import make_staging, prune, publish, refuse_small_disk, staging_folder, step_folder
 from finetune.checkpoint.shards import (
     TensorShard,
@@ -41,7 +41,6 @@ from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.hub import find_local_folder
 from finetune.files.run_json import load_json
-from finetune.progress import Progress
 
 GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # whose ids generation_config.json has
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.checkpoint.manifest import Progress
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
 from finetune.data.tokenizer import end_of_answer_ids
@@ -16,7 +17,6 @@ from finetune.distributed.world import World
 from finetune.files.run_json import append_json_lines
 from finetune.models.fake_quantize import round_from_step
 from finetune.models.rotary import depends_on_length
-from finetune.progress import Progress
 from finetune.training.objectives.sft import Measured, Objective
 from finetune.training.training_run import TrainingRun
 from finetune.training.watch import SignalListener

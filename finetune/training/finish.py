@@ -7,7 +7,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from finetune.checkpoint.manifest import find_problems, hash_recipe, read_state
+from finetune.checkpoint.manifest import Progress, find_problems, hash_recipe, read_state
 from finetune.checkpoint.resume import list_changes, read_progress
 from finetune.checkpoint.retention import list_checkpoints, step_folder
 from finetune.config.reader import to_dict
@@ -17,7 +17,6 @@ from finetune.distributed.world import World, leave
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 from finetune.files.run_json import read_json_object
-from finetune.progress import Progress
 from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
 from finetune.training.screens import answers_before_and_after, last_screen, results_line

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
+from finetune.checkpoint.manifest import Progress
 from finetune.config.schema import Recipe
 from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError
 from finetune.files.run_json import MAX_DIGITS, parse_json
-from finetune.progress import Progress
 
 EVENTS = ("on_start", "on_step", "on_log", "on_evaluate", "on_save", "on_end")
 

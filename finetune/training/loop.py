@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from finetune.checkpoint.manifest import Progress
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe, Run
 from finetune.constants import count_steps
 from finetune.data.batches import StepBatch
-from finetune.progress import Progress
 from finetune.training.evaluate import evaluate
 from finetune.training.in_backward import UpdateInBackward
 from finetune.training.step import handle_nonfinite, make_guard, train_step

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import current_flash_attention_impl
 
+from finetune.checkpoint.manifest import Progress
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import MachineFacts
 from finetune.config.methods import DEFAULT_METHOD, describe_method
@@ -38,7 +39,6 @@ from finetune.plan.advice import list_changes
 from finetune.plan.plan import format_plan, make_plan
 from finetune.plan.step_memory import find_peak
 from finetune.pretrained_config import read_facts, text_config_of
-from finetune.progress import Progress
 from finetune.training.objectives.sft import Objective
 from finetune.training.run_folder import METRICS
 from finetune.training.training_run import TrainingRun

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import gathers_fp8
 from finetune.config.reader import to_dict
@@ -30,7 +31,6 @@ from finetune.flops import flop_per_token_of
 from finetune.models.load import ModelSize, load_teacher
 from finetune.models.probe import check_training_forward
 from finetune.pretrained_config import text_config_of
-from finetune.progress import Progress
 from finetune.training.evaluate import SAMPLES
 from finetune.training.hooks import Hooks
 from finetune.training.objectives.distill import Distillation, teacher_flop_per_token

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from finetune.checkpoint.manifest import Progress
 from finetune.config.layout import Sharding
 from finetune.data.batches import StepBatch
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import CACHE_VARIABLE
 from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
 from finetune.models.moe.experts import find_routing
-from finetune.progress import Progress
 from finetune.training.objectives.sft import Measured
 from finetune.units import counted
 

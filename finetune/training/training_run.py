@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.retention import step_folder
 from finetune.config.schedules import Schedule
 from finetune.config.schema import Recipe
@@ -18,7 +19,6 @@ from finetune.data.examples import Prompt
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import Preempted, UserError
-from finetune.progress import Progress
 from finetune.training.hooks import Event, Hooks
 from finetune.training.objectives.sft import Objectives
 from finetune.training.watch import Watchdog

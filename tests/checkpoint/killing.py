@@ -30,11 +30,11 @@ from transformers import AutoTokenizer
 from finetune.checkpoint import resume as resuming
 from finetune.checkpoint import retention, shards
 from finetune.checkpoint import save as saving
+from finetune.checkpoint.manifest import Progress
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Recipe
 from finetune.distributed.world import join, leave
-from finetune.progress import Progress
 from tests.checkpoint.tiny_run import build, digest, train_step
 from tests.conftest import make_chat, make_model
 from tests.ranks import free_port

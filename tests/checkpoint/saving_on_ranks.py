@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from finetune.checkpoint import manifest, retention, shards
 from finetune.checkpoint import save as saving
+from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import load
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
@@ -25,7 +26,6 @@ from finetune.config.schema import Recipe
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.files import durable
-from finetune.progress import Progress
 from tests.checkpoint.tiny_run import build, digest, train_step
 from tests.ranks import free_port
 

@@ -12,6 +12,7 @@ import pytest
 
 from finetune.checkpoint import manifest, retention
 from finetune.checkpoint.cli import summarize_checkpoints
+from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
@@ -19,7 +20,6 @@ from finetune.config.reader import read_recipe
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.files import durable
-from finetune.progress import Progress
 from tests.checkpoint.tiny_run import build
 from tests.conftest import make_chat, make_model, make_tokenizer
 from tests.ranks import ROOT

@@ -15,6 +15,7 @@ import xxhash
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
@@ -22,7 +23,6 @@ from finetune.config.reader import read_recipe
 from finetune.distributed.parallelize import parallelize
 from finetune.distributed.world import World, join, leave
 from finetune.files.tensors import read_folder, read_slice
-from finetune.progress import Progress
 
 ROWS = 6
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer
-from finetune.progress import Progress
 from tests.ranks import open_stores
 
 LEARNING_RATE = 1e-2

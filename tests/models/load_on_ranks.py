@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.retention import list_checkpoints
 from finetune.checkpoint.save import Saver
 from finetune.config.compatibility import find_problems, refuse_problems
@@ -30,7 +31,6 @@ from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
 from finetune.pretrained_config import load_config, read_facts
-from finetune.progress import Progress
 from finetune.training.step import accumulate_gradients
 from tests.models.families import documents, packed, padded, plain_loss
 

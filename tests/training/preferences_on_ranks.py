@@ -14,10 +14,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.save import Saver
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
-from finetune.progress import Progress
 from finetune.run import fine_tune
 from finetune.training import reference, watch
 from tests.forked_ranks import fork_ranks, import_all, wait

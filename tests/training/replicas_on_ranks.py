@@ -16,9 +16,9 @@ import torch
 
 from finetune.checkpoint import save as saving
 from finetune.checkpoint import shards
+from finetune.checkpoint.manifest import Progress
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
-from finetune.progress import Progress
 from finetune.run import fine_tune
 from tests.checkpoint.tiny_run import digest
 from tests.forked_ranks import fork_ranks, import_all, wait

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.save import Saver
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
-from finetune.progress import Progress
 from finetune.run import fine_tune
 from finetune.training import loop
 from tests.training.layouts import steps_of
