@@ -1,4 +1,4 @@
-"""The `finetune` command and its subcommands, each in the cli.py of its own package.
+"""The `finetune` command, and the options of its subcommands, each of which is in its own package.
 
 Nothing heavy is imported before a subcommand has been chosen and its arguments have been read.
 """
@@ -20,7 +20,7 @@ from finetune.terminal import clean_output, discard, silence_libraries
 COMMANDS = {
     "init": "finetune.init.cli:init_command",
     "launch": "finetune.run:launch_command",
-    "plan": "finetune.plan.cli:plan_command",
+    "plan": "finetune.plan.plan:plan_command",
     "inspect": "finetune.data.inspect:inspect_command",
     "export": "finetune.export.cli:export_command",
     "chat": "finetune.inference.cli:chat_command",

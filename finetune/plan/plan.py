@@ -1,10 +1,14 @@
-"""The plan of a run: its memory by phase, disk, host memory and time in one value, as text and as JSON."""
+"""`finetune plan`: memory by phase, disk, host memory and time of a run in one value, as text and as JSON."""
 
+import argparse
+import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from typing import Any
 
 from finetune.config.accelerate_file import read_sharding
@@ -14,10 +18,11 @@ from finetune.config.layout import UNDIVIDED, Sharding
 from finetune.config.module_names import adopt_published_names
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.quantization import read_teacher_quantization
+from finetune.config.reader import read_recipe
 from finetune.config.schema import Method, Model, Recipe
 from finetune.constants import ITEMSIZE, grow_rows
 from finetune.errors import UserError
-from finetune.plan.advice import Advice, describe_changes
+from finetune.plan.advice import Advice, advise, describe_changes
 from finetune.plan.architecture import Architecture, find_config, read_architecture
 from finetune.plan.communication import Links
 from finetune.plan.resources import (
@@ -32,8 +37,17 @@ from finetune.plan.resources import (
 )
 from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.step_memory import Phase, find_peak, plan_phases
-from finetune.plan.table import align_columns, format_duration, format_header, format_speed, format_storage, memory_rows
-from finetune.units import counted
+from finetune.plan.table import (
+    align_columns,
+    format_advice,
+    format_duration,
+    format_header,
+    format_layouts,
+    format_speed,
+    format_storage,
+    memory_rows,
+)
+from finetune.units import MIB, counted, read_gpu_memory, read_size
 
 LARGE_BUBBLE = 0.25  # of a step
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
@@ -267,3 +281,48 @@ def _torch_version() -> tuple[int, int]:
     except PackageNotFoundError:
         return (2, 13)
     return int(major), int(minor)
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Prints the plan of `arguments.recipe`. Returns 1 where it does not fit --gpu-memory, else 0."""
+    if arguments.gpu_memory is not None and (read := read_gpu_memory(arguments.gpu_memory)) != arguments.gpu_memory:
+        print(f"--gpu-memory {arguments.gpu_memory}: read as {read}", file=sys.stderr)
+    limit = None if arguments.gpu_memory is None else read_size(read_gpu_memory(arguments.gpu_memory))
+    if limit is not None and limit < MIB:
+        raise UserError(f"--gpu-memory {arguments.gpu_memory}: is {limit} bytes; write a unit, for example 80GiB")
+    mfu = ASSUMED_MFU if arguments.mfu is None else arguments.mfu
+    if not 0 < mfu <= 1:
+        raise UserError(f"--mfu {mfu}: must be above 0 and at most 1; for example --mfu 0.4")
+    if arguments.num_processes is not None and arguments.num_processes < 1:
+        raise UserError(f"--num-processes {arguments.num_processes}: a run has at least one rank")
+    recipe = read_recipe(arguments.recipe, arguments.overrides)
+    ranks = arguments.num_processes or _assume_ranks(recipe, arguments.config)
+    sharding = read_planned_sharding(recipe, arguments.config, ranks)
+    plan = make_plan(recipe, sharding, ranks, mfu=mfu, links=_read_links(arguments))
+    advice = None if limit is None else advise(plan.spec, limit)
+    has_config = arguments.config is not None
+    if arguments.json:
+        print(json.dumps(to_dict(plan, advice, has_config=has_config), indent=2))
+    else:
+        print(format_plan(plan, ranks_assumed=arguments.num_processes is None))
+        if arguments.num_processes is None:
+            print("\n" + format_layouts(compare_layouts(plan.spec), TABLE_RANKS, limit))
+        if advice is not None and limit is not None:
+            print("\n" + format_advice(advice, limit, sharding.source, has_config=has_config))
+    return 0 if advice is None or advice.fits else 1
+
+
+def _read_links(arguments: argparse.Namespace) -> Links:
+    usual = Links()
+    within, between = (
+        None if text is None else float(read_size(text)) for text in (arguments.gpu_link, arguments.network)
+    )
+    return Links(within or usual.within_node, between or usual.between_nodes)
+
+
+def _assume_ranks(recipe: Recipe, config: str | None) -> int:
+    """Without --num-processes: the product of the file's mesh, one rank for a single process, or a usual node."""
+    sharding = read_sharding(config, recipe.run.accelerate_config, {})
+    if sharding.mesh_sizes is not None:
+        return prod(sharding.mesh_sizes.values())
+    return 1 if sharding.layout == "single" else 8
