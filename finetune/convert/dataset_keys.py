@@ -8,7 +8,7 @@ from typing import Any
 from finetune.config.methods import METHODS
 from finetune.config.other_tools import Counterpart, unsupported, without_counterpart
 from finetune.convert.rules import Conversion, shorten
-from finetune.convert.tool_keys import TOOLS, TRL_ONLINE, Tool
+from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
 
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files
@@ -237,48 +237,3 @@ def find_from_root(source: Path, name: str | Path) -> Path | None:
     """A file that the tool's file `source` names: its own files name theirs from its root, some folders above them."""
     folders = (source.parent, *source.resolve().parents[1:ROOT_DEPTH], Path())
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
-
-
-def coming_from_page() -> str:
-    """docs/coming-from.md, from the tables."""
-    lines = [
-        "# Coming from TRL, Axolotl, LLaMA-Factory, torchtune or NeMo Automodel",
-        "",
-        "`finetune convert THEIR.yaml --output recipe.yaml` converts their file into a recipe: its values, and",
-        "that tool's defaults where ours differ. Differences are listed in it; a file of another method is "
-        "refused by name.",
-        "The recipe is judged by the rules of a run, for the family that the model's config or name says: what would "
-        "be refused",
-        "is changed, with a line. Where no shipped Accelerate file computes as theirs does (fp16, FP8, tensor "
-        "parallelism), one",
-        "is written beside the recipe.",
-        "Another tool's key in a recipe is an error that names ours. This page is made from the same tables",
-        "(`finetune/config/other_tools.py`, `finetune/convert`): `python -m finetune.convert.dataset_keys > "
-        "docs/coming-from.md`.",
-        "",
-        "Sharding, compute dtype and activation checkpointing belong in the Accelerate file that "
-        "`accelerate_config` (or",
-        "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same in both are "
-        "not in the tables.",
-    ]
-    for tool, of_tool in TOOLS.items():
-        pairs = of_tool + (TRL_ONLINE if tool == "TRL" else ())
-        lines += ["", f"## {tool}", "", "| There | Here | |", "| --- | --- | --- |"]
-        lines += _rows(pairs)
-        unneeded = ", ".join(f"`{pair.theirs}`" for pair in pairs if not pair.has_effect)
-        lines += ["", f"Without effect here: {unneeded}."]
-        lines += ["", "Within a data set's own entry:", "", "| There | Here | |", "| --- | --- | --- |"]
-        lines += _rows(ENTRY_KEYS[tool])
-    return "\n".join(lines) + "\n"
-
-
-def _rows(pairs: Iterable[Counterpart]) -> list[str]:
-    return [
-        f"| `{pair.theirs}` | {f'`{pair.ours}`' if pair.ours else '–'} | {pair.note} |"
-        for pair in pairs
-        if pair.has_effect and (pair.ours != pair.theirs or pair.note)
-    ]
-
-
-if __name__ == "__main__":
-    print(coming_from_page(), end="")

@@ -16,12 +16,11 @@ from finetune.config.schema import recipe_keys
 from finetune.config.unknown_keys import foreign_names
 from finetune.convert.cli import EXIT_TO_DO
 from finetune.convert.conversion import convert_file
-from finetune.convert.dataset_keys import coming_from_page
 from finetune.convert.model_names import TEMPLATES, guess_family
 from finetune.convert.tool_keys import TOOLS
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError
-from tests.ranks import ROOT, run_command
+from tests.ranks import run_command
 
 Convert = Callable[[str], tuple[dict[str, object], str, Path]]
 
@@ -420,10 +419,6 @@ def test_every_counterpart_is_a_key_of_ours_and_named_once() -> None:
         assert {pair.ours for pair in pairs} - {None} <= recipe_keys().keys()
         assert all(pair.note for pair in pairs if pair.ours is None)
     assert {"base_model", "cutoff_len", "lr", "torch_dtype"} <= foreign_names().keys()
-
-
-def test_the_page_is_made_from_the_tables() -> None:
-    assert (ROOT / "docs" / "coming-from.md").read_text() == coming_from_page()
 
 
 @pytest.mark.parametrize(

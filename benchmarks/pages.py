@@ -1,4 +1,7 @@
-"""docs/recipes.md, made from the schema: `python -m finetune.config.docs` writes it, a test holds it current."""
+"""docs/recipes.md and docs/coming-from.md, made from the schema and the tables of other tools' keys.
+
+Run it where a key or a counterpart has changed; tests hold both pages current.
+"""
 
 import json
 import types
@@ -9,14 +12,17 @@ from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from finetune.config.other_tools import Counterpart
 from finetune.config.schema import SECTIONS, DatasetSource, Key, keys_of, recipe_keys
+from finetune.convert.dataset_keys import ENTRY_KEYS
+from finetune.convert.tool_keys import TOOLS, TRL_ONLINE
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 INTRODUCTION = """\
 # Recipes
 
-<!-- Made from finetune/config/schema.py by `python -m finetune.config.docs`; change it there. -->
+<!-- Made from finetune/config/schema.py by `python benchmarks/pages.py`; change it there. -->
 
 A recipe says what to train: a flat YAML file in the vocabulary of TRL and Transformers. How it is spread over GPUs (sharding,
 bf16, activation checkpointing) belongs in an Accelerate file and nowhere else.
@@ -64,7 +70,7 @@ TITLES = {
 }
 
 
-def document() -> str:
+def recipes_page() -> str:
     """The page: every key with its type, default and help, in the order of the schema."""
     keys = recipe_keys()
     parts = [INTRODUCTION, f"## The ten keys that most recipes need\n\n{_table(keys[name] for name in USUAL)}"]
@@ -89,11 +95,7 @@ def _default(key: Key) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """A type of the schema in words.
-
-    >>> _type(int | None), _type(typing.Literal["a", "b"]), _type(tuple[str, ...]), _type(typing.Annotated[int, Gt(0)])
-    ('whole number', '`a`, `b`', 'list of text', 'whole number > 0')
-    """
+    """A type of the schema in words."""
     if typing.get_origin(annotation) is typing.Annotated:
         base, *metadata = typing.get_args(annotation)
         return " ".join([_type(base), *(bound for item in metadata for bound in _bound(item))])
@@ -115,6 +117,46 @@ def _bound(item: Any) -> Iterable[str]:
             yield f"{sign} {getattr(item, name):g}"
 
 
+def coming_from_page() -> str:
+    """docs/coming-from.md, from the tables."""
+    lines = [
+        "# Coming from TRL, Axolotl, LLaMA-Factory, torchtune or NeMo Automodel",
+        "",
+        "`finetune convert THEIR.yaml --output recipe.yaml` converts their file into a recipe: its values, and",
+        "that tool's defaults where ours differ. Differences are listed in it; a file of another method is "
+        "refused by name.",
+        "The recipe is judged by the rules of a run, for the family that the model's config or name says: what would "
+        "be refused",
+        "is changed, with a line. Where no shipped Accelerate file computes as theirs does (fp16, FP8, tensor "
+        "parallelism), one",
+        "is written beside the recipe.",
+        "Another tool's key in a recipe is an error that names ours. This page is made from the same tables",
+        "(`finetune/config/other_tools.py`, `finetune/convert`): `python benchmarks/pages.py`.",
+        "",
+        "Sharding, compute dtype and activation checkpointing belong in the Accelerate file that "
+        "`accelerate_config` (or",
+        "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same in both are "
+        "not in the tables.",
+    ]
+    for tool, of_tool in TOOLS.items():
+        pairs = of_tool + (TRL_ONLINE if tool == "TRL" else ())
+        lines += ["", f"## {tool}", "", "| There | Here | |", "| --- | --- | --- |"]
+        lines += _counterparts(pairs)
+        unneeded = ", ".join(f"`{pair.theirs}`" for pair in pairs if not pair.has_effect)
+        lines += ["", f"Without effect here: {unneeded}."]
+        lines += ["", "Within a data set's own entry:", "", "| There | Here | |", "| --- | --- | --- |"]
+        lines += _counterparts(ENTRY_KEYS[tool])
+    return "\n".join(lines) + "\n"
+
+
+def _counterparts(pairs: Iterable[Counterpart]) -> list[str]:
+    return [
+        f"| `{pair.theirs}` | {f'`{pair.ours}`' if pair.ours else '–'} | {pair.note} |"
+        for pair in pairs
+        if pair.has_effect and (pair.ours != pair.theirs or pair.note)
+    ]
+
+
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(document(), encoding="utf-8")
+    (DOCS / "recipes.md").write_text(recipes_page(), encoding="utf-8")
+    (DOCS / "coming-from.md").write_text(coming_from_page(), encoding="utf-8")
