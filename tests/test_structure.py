@@ -17,6 +17,7 @@ PACKAGE = ROOT / "finetune"
 # Keys with their types, defaults and help, and tables of rules: as long as what they list.
 AS_LONG_AS_THEIR_ROWS = (
     "config/schema.py", "config/accelerate_file.py", "config/model_rules.py", "config/recipe_rules.py",
+    "config/other_tools.py",
 )  # fmt: skip
 
 

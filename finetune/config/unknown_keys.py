@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from finetune.config.layout import GROUP_KEYS
 from finetune.config.optimizers import OPTIMIZERS, REFUSED_OPTIMIZERS
-from finetune.config.other_tools import FLAT_TOOLS, Counterpart
+from finetune.config.other_tools import TOOLS, Counterpart
 from finetune.config.schema import DatasetSource, Key, recipe_keys
 
 # Top-level keys of an Accelerate file; after the first eight, those that are for its launcher alone.
@@ -168,8 +168,8 @@ def keys_without_counterpart() -> dict[str, tuple[str, str]]:
 def _list_keys(describe: Callable[[Counterpart], str | None]) -> dict[str, tuple[str, str]]:
     """Keys that are not ours and that `describe` says something of -> (whose they are, what it says of the first)."""
     found: dict[str, tuple[list[str], str]] = {}
-    for tool, pairs in FLAT_TOOLS.items():
-        for pair in pairs:
+    for tool, pairs in TOOLS.items():
+        for pair in pairs if tool != "Automodel" else ():  # whose files are nested throughout
             if "." not in pair.theirs and pair.theirs not in recipe_keys() and (said := describe(pair)):
                 found.setdefault(pair.theirs, ([], said))[0].append(f"{tool}'s")
     return {key: (" and ".join(whose[:2]), said) for key, (whose, said) in found.items()}

@@ -11,7 +11,19 @@ import yaml
 
 from finetune.config.families import has_fused_experts
 from finetune.config.methods import METHODS
-from finetune.config.other_tools import INT8, Counterpart
+from finetune.config.other_tools import (
+    DEFAULTS,
+    FOUR_BIT_DEFAULTS,
+    INT8,
+    LORA_DEFAULTS,
+    TOOL_NAMES,
+    TOOLS,
+    TRL_ONLINE,
+    UNLIMITED,
+    UNLIMITED_NOTE,
+    Counterpart,
+    Tool,
+)
 from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
 from finetune.config.schedules import SCHEDULES
 from finetune.config.schema import NESTED, Lora, keys_of, recipe_keys
@@ -37,17 +49,6 @@ from finetune.convert.recognize import (
 )
 from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, read_section, shorten
 from finetune.convert.runnable import make_runnable, read_layout, write_accelerate
-from finetune.convert.tool_keys import (
-    DEFAULTS,
-    FOUR_BIT_DEFAULTS,
-    LORA_DEFAULTS,
-    TOOL_NAMES,
-    TOOLS,
-    TRL_ONLINE,
-    UNLIMITED,
-    UNLIMITED_NOTE,
-    Tool,
-)
 from finetune.errors import UserError
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")

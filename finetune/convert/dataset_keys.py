@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.methods import METHODS
-from finetune.config.other_tools import Counterpart, unsupported, without_counterpart
+from finetune.config.other_tools import Counterpart, Tool, unsupported, without_counterpart
 from finetune.convert.rules import Conversion, shorten
-from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
 
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files

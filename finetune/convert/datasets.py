@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.config.other_tools import Tool
 from finetune.config.schema import DatasetSource, keys_of
 from finetune.convert.dataset_keys import (
     ALPACA_PROMPT,
@@ -20,7 +21,6 @@ from finetune.convert.dataset_keys import (
 )
 from finetune.convert.model_names import guess_vision_family
 from finetune.convert.rules import Conversion, read_section, shorten
-from finetune.convert.tool_keys import Tool
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.families import IMAGE_FAMILIES, find_family, find_linear_layers, has_fused_experts
-from finetune.config.other_tools import Counterpart
+from finetune.config.other_tools import ADAPTED_HEAD, Counterpart, Tool
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
 from finetune.convert.rules import Conversion, convert_names, read_section, shorten
-from finetune.convert.tool_keys import ADAPTED_HEAD, Tool
 from finetune.files.run_json import read_json_object
 
 Found = tuple[str, str, bool]  # what was found in a file, the capability that it asks for, whether the file trains

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.config.methods import POLICY_LOSSES
+from finetune.config.other_tools import TRUNCATED
 from finetune.convert.model_names import Found
 from finetune.convert.rules import Conversion, convert_number
-from finetune.convert.tool_keys import TRUNCATED
 
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
 PROMPT_TOKENS = 512  # of max_prompt_length in TRL, until it bounded prompts no more

@@ -7,14 +7,13 @@ from typing import Any
 
 from finetune.config.compatibility import find_problems
 from finetune.config.methods import METHODS, Method
-from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT
+from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT, Tool
 from finetune.config.reader import read_recipe
 from finetune.config.schema import keys_of
 from finetune.convert.model_names import Found, find_images, find_refused_models, find_texts, name_model
 from finetune.convert.online import adapt_online, find_unsupported_online, is_online
 from finetune.convert.rounding import asks_for_rounding, find_rounding
 from finetune.convert.rules import Conversion, convert_number, read_section, shorten
-from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}

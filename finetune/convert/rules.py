@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from finetune.config.optimizers import OPTIMIZERS, convert_optimizer
-from finetune.config.other_tools import TOKEN_NAMES, Counterpart
+from finetune.config.other_tools import NF4_OF_TORCHAO, TOKEN_NAMES, Counterpart, Tool
 from finetune.config.quantization import QLORA
 from finetune.config.schema import recipe_keys
 from finetune.convert.rounding import ADAPTER_APART, HEAD_ROUNDED, find_rounding
-from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
 
 WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
 # Decoder layers of models whose last ones a file may name, by the models' names.

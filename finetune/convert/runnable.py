@@ -15,11 +15,11 @@ from finetune.config.facts import ModelFacts, Problem, read_model_facts, with_re
 from finetune.config.families import find_family, find_linear_layers, read_family_source
 from finetune.config.layout import DIVISIONS, GROUP_KEYS, Fp8
 from finetune.config.module_names import find_expert_layers
+from finetune.config.other_tools import Tool
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.convert.model_names import guess_family
 from finetune.convert.rules import Conversion, read_section
-from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
 from finetune.files.run_json import read_json_object
 

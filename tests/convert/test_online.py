@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.config.other_tools import TOOLS, TRL_ONLINE
 from finetune.config.schema import recipe_keys
 from finetune.convert.conversion import convert_file
 from finetune.convert.recognize import Refusal
 from finetune.convert.rules import Conversion
-from finetune.convert.tool_keys import TOOLS, TRL_ONLINE
 from tests.training.layouts import steps_of, train_all, write_config
 
 TRL = "model_name_or_path: a/model\ndataset_name: a/prompts\nreward_funcs: [think_format_reward]\n"
