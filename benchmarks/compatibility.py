@@ -15,8 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetune.convert.cli import MISSING_FILE, read_back
-from finetune.convert.conversion import convert_file
+from finetune.convert.conversion import MISSING_FILE, convert_file, read_back
 from finetune.convert.recognize import Refusal
 from finetune.errors import UserError
 

@@ -28,7 +28,7 @@ COMMANDS = {
     "serve-check": "finetune.inference.serve_check:serve_check_command",
     "report": "finetune.report.cli:report_command",
     "checkpoints": "finetune.checkpoint.cli:checkpoints_command",
-    "convert": "finetune.convert:convert_command",
+    "convert": "finetune.convert.conversion:convert_command",
 }
 TAKES_A_RECIPE = ("launch", "plan", "inspect")
 

@@ -580,7 +580,7 @@ AUTOMODEL = (
                "quantization", "parallelizer", "lr_scheduler", "tokenizer", "moe_metrics", "offload_teacher_model"),
 )  # fmt: skip
 
-# Of TRL's GRPO trainer, beside the keys that have the same name here. finetune/convert/online.py reads them.
+# Of TRL's GRPO trainer, beside the keys that have the same name here. finetune/convert/objectives.py reads them.
 TRL_ONLINE = (
     Counterpart("reward_funcs", "rewards", "functions of files, or shipped ones by our names", "by-code"),
     Counterpart("scale_rewards", "scale_rewards", "true is group, false is none", "by-code"),

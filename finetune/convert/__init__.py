@@ -2,7 +2,3 @@
 
 Nothing is dropped silently: differences are listed in the recipe, and a file of another method is refused by name.
 """
-
-from finetune.convert.cli import convert_command
-
-__all__ = ["convert_command"]

@@ -1,8 +1,11 @@
 """A recipe of ours with the meaning of another tool's file: its values, its defaults, and what differs."""
 
+import argparse
 import difflib
+import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +19,17 @@ from finetune.config.other_tools import (
     FOUR_BIT_DEFAULTS,
     INT8,
     LORA_DEFAULTS,
-    TOOL_NAMES,
     TOOLS,
     TRL_ONLINE,
     UNLIMITED,
     UNLIMITED_NOTE,
     Counterpart,
-    Tool,
 )
 from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
+from finetune.config.reader import read_recipe
 from finetune.config.schedules import SCHEDULES
-from finetune.config.schema import NESTED, Lora, keys_of, recipe_keys
-from finetune.config.yaml_file import read_entries
+from finetune.config.schema import NESTED, DatasetSource, Lora, keys_of, recipe_keys
+from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.datasets import add_sources
 from finetune.convert.model_names import (
     BITSANDBYTES_MODEL,
@@ -38,21 +40,120 @@ from finetune.convert.model_names import (
     report_classes,
     set_template,
 )
-from finetune.convert.recognize import (
-    Refusal,
-    adapt_preferences,
-    find_method,
-    is_factory_v1,
-    recognize_tool,
-    refuse_other_methods,
-    rename_v1,
-)
+from finetune.convert.objectives import adapt_preferences, adapt_rounding, find_method
+from finetune.convert.recognize import load_theirs, refuse_other_methods
 from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, read_section, shorten
 from finetune.convert.runnable import make_runnable, read_layout, write_accelerate
 from finetune.errors import UserError
+from finetune.files.durable import replace_file
 
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-MOST_REFERENCES = 10  # references to references; a cycle ends here
+EXIT_TO_DO = 1
+MISSING_FILE = (
+    "no such file or folder, here or in the recipe's folder",
+    "no such file, here or in the recipe's folder",
+)
+
+
+def convert_command(arguments: argparse.Namespace) -> int:
+    """Writes or prints the recipe; what differs is listed in it and on stderr. Raises `UserError` where none is made.
+
+    Returns 0, or 1 where something is left to do before the recipe can train.
+    """
+    source = Path(arguments.source)
+    refuse_own(source)
+    found = convert_file(source)
+    problems = read_back(found.recipe)
+    if found.accelerate_file is not None:
+        path = accelerate_path(Path(arguments.output or source.name))
+        found.recipe["accelerate_config"] = path.name
+        if not arguments.output:
+            found.to_do.append(f"accelerate_config: {path.name} is written beside the recipe with --output")
+    text = as_text(source, found)
+    wrong = [problem for problem in problems if not problem.endswith(MISSING_FILE)]
+    if wrong:
+        raise UserError.of(f"{source}: not converted; the recipe would be wrong: {problem}" for problem in wrong)
+    if arguments.output:
+        output = Path(arguments.output)
+        if found.accelerate_file is not None:
+            _write(accelerate_path(output), found.accelerate_file, arguments.overwrite)
+        _write(output, text, arguments.overwrite)
+    else:
+        print(text, end="")
+    is_seen = not arguments.output and sys.stdout.isatty()  # as comments at the recipe's end
+    notes = [] if is_seen else [*found.differences, *found.remarks]
+    for line in [*notes, *(f"to do: {problem}" for problem in [*problems, *found.to_do])]:
+        print(line, file=sys.stderr)
+    return EXIT_TO_DO if found.to_do else 0
+
+
+def accelerate_path(recipe: Path) -> Path:
+    """The Accelerate file beside a recipe.
+
+    >>> accelerate_path(Path("runs/ours.yaml")).as_posix()
+    'runs/ours.accelerate.yaml'
+    """
+    return recipe.with_suffix(".accelerate.yaml")
+
+
+def refuse_own(source: Path) -> None:
+    """Raises `UserError` where `source` is a recipe of ours already."""
+    theirs = find_yaml(source, is_foreign=True)  # what is wrong with it is said where it is read as another tool's
+    if theirs and is_ours(theirs, source):
+        raise UserError(
+            f"{source}: a recipe of this toolkit already: there is nothing to convert, train with it as it is"
+        )
+
+
+def _write(path: Path, text: str, overwrite: bool) -> None:
+    if path.is_file() and not overwrite:
+        raise UserError(f"{path}: exists; name another file, or replace it with --overwrite")
+    try:
+        replace_file(path, text)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); name another file") from None
+
+
+def is_ours(theirs: Mapping[str, Any], source: Path) -> bool:
+    """Whether all keys are ours, and one of them is ours alone or the whole file reads as a recipe."""
+    mixtures = [theirs.get(key) for key in NESTED if key in theirs]
+    entries = [entry for mixture in mixtures if isinstance(mixture, list) for entry in mixture]
+    named = {key for entry in entries if isinstance(entry, dict) for key in entry}
+    own = keys_of(DatasetSource).keys()
+    if "datasets" not in theirs or not (theirs.keys() <= recipe_keys().keys() and named <= own):
+        return False
+    return bool(named & (own - {"path", "name", "split"})) or not _problems(str(source))
+
+
+def as_text(source: Path, found: Conversion) -> str:
+    """The recipe file, with what differs as comments at its end."""
+    text = f"# From {source.name} ({found.tool}) by finetune convert.\n"
+    text += yaml.safe_dump(found.recipe, sort_keys=False, allow_unicode=True)
+    for title, lines in (
+        ("To do", found.to_do),
+        ("Different here", found.differences),
+        ("Worth a look", found.remarks),
+    ):
+        if lines:
+            text += f"\n# {title}:\n" + "".join(f"#   {' '.join(line.splitlines())}\n" for line in lines)
+    if found.ignored:
+        text += f"\n# Without effect here: {', '.join(dict.fromkeys(found.ignored))}\n"
+    return text
+
+
+def read_back(recipe: Mapping[str, Any]) -> list[str]:
+    """What our reader says of a converted recipe. A local path that is missing here may exist where it is trained."""
+    values = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]
+    return [line.replace(COMMAND_LINE, "the recipe") for line in _problems(None, values)]
+
+
+def _problems(recipe: str | None, overrides: Sequence[str] = ()) -> list[str]:
+    try:
+        read_recipe(recipe, overrides)
+    except UserError as error:
+        return str(error).splitlines()
+    return []
+
+
 MASTER_WEIGHTS = (
     "of the weights as they are loaded: ZeRO and FSDP under bf16 train a copy in float32 there, as is the default here"
 )
@@ -63,28 +164,6 @@ OPTIMIZER_NOTES = {
     "differently",
 }
 RATES = ("learning_rate", "lr")  # other keys become shares of it
-KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
-
-
-def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
-    """The tool that a file was written for, its mapping with `${name}` references resolved, and its text.
-
-    Raises `UserError` where the file cannot be read, a `Refusal` where it is no training file of a known tool.
-    """
-    _, problems = read_entries(source, is_foreign=True)  # what is wrong with it as YAML, and where
-    if problems:
-        raise UserError.of(problems)
-    text = source.read_text(encoding="utf-8-sig")
-    theirs = yaml.safe_load(text)
-    tool = recognize_tool(theirs) if isinstance(theirs, dict) else None
-    if tool is None and isinstance(theirs, dict) and any(key in theirs for key in KNOWN_ACCELERATE):
-        raise Refusal.because(source, "distributed_type", "an Accelerate config (--config takes it)", is_training=False)
-    if tool is None:
-        found = "none of these tools' keys for a model or data"
-        raise Refusal.because(source, found, f"not recognized as a file of {', '.join(TOOL_NAMES)}", is_training=False)
-    if tool == "LLaMA-Factory" and is_factory_v1(theirs):
-        theirs = rename_v1(theirs)
-    return tool, _resolve_references(theirs, theirs), text
 
 
 def convert_file(source: Path) -> Conversion:
@@ -97,6 +176,7 @@ def convert_file(source: Path) -> Conversion:
     for key, value in rate_first:
         _convert_key(key, value, known, found)
     adapt_tool(theirs, text, found)
+    adapt_rounding(theirs, found)
     report_classes(theirs, found)
     add_tokenizers_turns(theirs, found)
     name = str(found.recipe.get("model_name_or_path"))
@@ -320,28 +400,3 @@ def _remove_contradictions(found: Conversion) -> None:
         del recipe["warmup_steps"]
     for key in [key for key, value in recipe.items() if value is None and recipe_keys()[key].default is None]:
         del recipe[key]
-
-
-def _resolve_references(value: Any, theirs: Mapping[str, Any], depth: int = 0) -> Any:
-    """Replaces `${name}` by the value of that key (dotted where nested); an unknown name is left unchanged."""
-    if isinstance(value, dict):
-        return {key: _resolve_references(inner, theirs, depth) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_resolve_references(inner, theirs, depth) for inner in value]
-    if not isinstance(value, str) or depth > MOST_REFERENCES:
-        return value
-    whole = REFERENCE.fullmatch(value)
-    if whole:
-        named = _look_up(theirs, whole[1])
-        return value if named is None else _resolve_references(named, theirs, depth + 1)
-    return (
-        REFERENCE.sub(lambda match: str(_resolve_references(match[0], theirs, depth + 1)), value)
-        if "${" in value
-        else value
-    )
-
-
-def _look_up(theirs: Any, name: str) -> Any:
-    for part in name.split("."):
-        theirs = theirs.get(part) if isinstance(theirs, dict) else None
-    return theirs

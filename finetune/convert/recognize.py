@@ -5,237 +5,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from finetune.config.compatibility import find_problems
-from finetune.config.methods import METHODS, Method
-from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT, Tool
+from finetune.config.other_tools import TOOL_NAMES, Tool
 from finetune.config.reader import read_recipe
-from finetune.config.schema import keys_of
+from finetune.config.yaml_file import read_entries
 from finetune.convert.model_names import Found, find_images, find_refused_models, find_texts, name_model
-from finetune.convert.online import adapt_online, find_unsupported_online, is_online
-from finetune.convert.rounding import asks_for_rounding, find_rounding
-from finetune.convert.rules import Conversion, convert_number, read_section, shorten
+from finetune.convert.objectives import (
+    AXOLOTL_METHODS,
+    asks_for_rounding,
+    find_distillation,
+    find_method,
+    find_rounding,
+    find_unsupported_losses,
+)
+from finetune.convert.rules import read_section, shorten
 from finetune.errors import UserError
 
-AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
-PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
-TRL_SIGNS = (
-    "beta", "loss_type", "max_prompt_length", "precompute_ref_log_probs", "ref_model", "desirable_weight",
-    "undesirable_weight", "rpo_alpha", "simpo_gamma", "cpo_alpha", "loss_weights",
-)  # fmt: skip
-SFT_LOSSES = (None, "nll", "chunked_nll", "dft")
-TRL_NAMES = ("kto", "orpo", "dpo", "simpo")  # of trainers, in the names of files and folders
-# Where our default differs, by what the tool's own preference trainer takes.
-PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "TRL": {"learning_rate": 1e-6}, "Axolotl": {"overlength": "drop"},
-}  # fmt: skip
-KL_DIVERGENCES = {"ForwardKL": 0.0, "KDLoss": 0.0, "ReverseKL": 1.0}  # -> distill_beta
-WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")  # disable_dropout is the default of TRL's trainers
-WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"
-CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
-KTO_ROWS = "the KL term is estimated on the answers of a batch there, here on each row's successor in the data"
-ASFT = (
-    "the loss is divided by 1 + asft_alpha here, and so is max_grad_norm: AdamW's steps are the same; a mean over all "
-    "tokens of a step here, of each micro-batch's mean there"
-)
-NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
-
-
-def find_method(tool: Tool, theirs: Mapping[str, Any], source: Path) -> str:
-    """Our `method` for a file; `sft` where it is no preference training."""
-    match tool:
-        case "Axolotl":
-            return AXOLOTL_METHODS.get(str(theirs.get("rl")), "sft")
-        case "LLaMA-Factory":
-            loss, stage = theirs.get("pref_loss"), theirs.get("stage")
-            if theirs.get("use_asft_loss"):
-                return "distill"
-            return (
-                "kto" if stage == "kto" else "sft" if stage != "dpo" else loss if loss in ("orpo", "simpo") else "dpo"
-            )
-        case "torchtune" | "Automodel" if find_distillation(theirs) is not None:
-            return "distill"
-        case "torchtune":
-            return "dpo" if str(read_section(theirs, "loss").get("_component_")).endswith("DPOLoss") else "sft"
-        case "TRL":
-            return _find_trl_method(theirs, source)
-        case _:
-            return "sft"
-
-
-def find_distillation(theirs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Our keys for torchtune's and Automodel's distillation: (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence.
-
-    LLaMA-Factory's ASFT is that sum, not divided by 1 + asft_alpha, of DFT and the divergence from the model before
-    training. None where a file has no teacher, or its divergence is another.
-    """
-    if theirs.get("use_asft_loss"):
-        share, clip = convert_number(theirs.get("asft_alpha", 0.1)), convert_number(theirs.get("max_grad_norm", 1.0))
-        return {
-            "method": "distill", "distill_beta": 0.0, "distill_alpha": round(share / (1 + share), 9),
-            "token_loss": "dft",
-            "teacher_model_name_or_path": theirs.get("model_name_or_path"),
-            "max_grad_norm": clip and clip / (1 + share),
-        }  # fmt: skip
-    if "teacher_model" not in theirs:
-        return None
-    there, fn = read_section(theirs, "kd_loss").get("_component_"), read_section(theirs, "kd_loss_fn").get("_target_")
-    kind = str(there or fn or "KDLoss")
-    beta = next((beta for part, beta in KL_DIVERGENCES.items() if kind.rsplit(".", 1)[-1].startswith(part)), None)
-    temperature = read_section(theirs, "kd_loss_fn").get("temperature", 1.0)
-    alpha = convert_number(theirs.get("kd_ratio", 0.5))
-    if beta is None or temperature != 1 or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
-        return None
-    return {"method": "distill", "distill_beta": beta, "distill_alpha": alpha}
-
-
-def _find_trl_method(theirs: Mapping[str, Any], source: Path) -> str:
-    """TRL's files name no trainer: their keys do, else the file's or its folder's name (orpo/config.yaml)."""
-    if is_online(theirs):
-        return "grpo"
-    if "desirable_weight" in theirs or "undesirable_weight" in theirs:
-        return "kto"
-    if "simpo" in _losses("TRL", theirs) or "simpo_gamma" in theirs:
-        return "simpo"
-    if not any(key in theirs for key in TRL_SIGNS) or (
-        "beta" not in theirs and theirs.get("loss_type") in SFT_LOSSES[1:]
-    ):
-        return "sft"
-    return _find_name(source) or "dpo"
-
-
-def _find_name(source: Path) -> str | None:
-    words = {source.resolve().parent.name.lower(), *re.split(r"[^a-z]+", source.stem.lower())}
-    return next((name for name in TRL_NAMES if name in words), None)
-
-
-def find_unsupported_losses(tool: Tool, theirs: Mapping[str, Any], source: Path) -> Iterator[Found]:
-    """The losses of a preference file that nothing here computes."""
-    method = find_method(tool, theirs, source)
-    if method == "grpo":
-        yield from find_unsupported_online(theirs)
-    if method in ("sft", "distill", "grpo"):
-        return
-    losses = _losses(tool, theirs)
-    key = {"Axolotl": "dpo_loss_type", "LLaMA-Factory": "pref_loss"}.get(tool, "loss_type")
-    known = (*PAIR_LOSSES, "sft", "kto", "orpo", "simpo")
-    for name in losses:
-        if name not in known:
-            yield f"{key}: {name}", f"another loss ({name.upper()})", True
-    pairs = [name for name in losses if name != "sft"]
-    if len(pairs) > 1 or any(losses[name] != 1 for name in pairs):
-        yield f"{key}: {shorten(list(losses))}", "several losses at once", True
-    if "cpo_alpha" in theirs and tool == "TRL" and "simpo" not in losses:
-        yield f"cpo_alpha: {theirs['cpo_alpha']}", "another loss (CPO)", True
-    divergence = str(theirs.get("f_divergence_type", "reverse_kl"))
-    if divergence.lower() != "reverse_kl":
-        yield f"f_divergence_type: {divergence}", f"another loss ({divergence.upper()})", True
-
-
-def _losses(tool: Tool, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The losses that a file names, with their weights.
-
-    >>> _losses("TRL", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]})
-    {'sigmoid': 1.0, 'sft': 0.2}
-    """
-    keys = {"Axolotl": ("dpo_loss_type", "dpo_loss_weights"), "LLaMA-Factory": ("pref_loss", "")}
-    names_key, weights_key = keys.get(tool, ("loss_type", "loss_weights"))
-    names = theirs.get(names_key) or []
-    names = names if isinstance(names, list) else [names]
-    weights = theirs.get(weights_key) or [1.0] * len(names)
-    if not isinstance(weights, list) or len(weights) != len(names):
-        weights = [None] * len(names)  # which no loss here has
-    return dict(zip(map(str, names), map(convert_number, weights), strict=False))
-
-
-def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, found: Conversion) -> None:
-    """Adds the method of a file to the recipe, with what several of its keys together mean."""
-    tool, recipe = found.tool, found.recipe
-    if method == "distill":
-        recipe |= find_distillation(theirs) or {}
-        if theirs.get("use_asft_loss"):
-            found.remarks.append(f"use_asft_loss: true   ({ASFT})")
-        return
-    if method == "sft":
-        _set_token_loss(theirs, found)
-        _drop_unused("sft", found)
-        losses = _losses("TRL", theirs) if tool == "TRL" else {}
-        for name in losses.keys() - set(map(str, SFT_LOSSES)):
-            note = "of supervised fine-tuning nll is the only one"
-            found.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
-        return
-    if method == "grpo":
-        adapt_online(theirs, found)
-        _drop_unused(method, found)
-        return
-    recipe["method"] = method
-    losses = _losses(tool, theirs)
-    named = next((name for name in losses if name in PAIR_LOSSES), None)
-    if method == "dpo" and (named or theirs.get("rl") == "ipo"):
-        recipe["loss_type"] = named or "ipo"
-    if "sft" in losses:
-        recipe["rpo_alpha"] = losses["sft"]
-    if tool == "Axolotl" and method == "orpo" and theirs.get("orpo_alpha") is not None:
-        recipe.setdefault("beta", convert_number(theirs["orpo_alpha"]))
-    if tool == "TRL" and method == "dpo" and not losses and _find_name(source) is None:
-        found.remarks.append(f"method: dpo   ({NOT_SAID})")
-    _list_differences(method, theirs, found)
-    if tool in WITHOUT_DROPOUT and theirs.get("disable_dropout", True) and recipe.get("lora_dropout", 0) != 0:
-        found.remarks.append(f"lora_dropout: {recipe['lora_dropout']}   ({NO_DROPOUT})")
-    if tool in WITHOUT_DROPOUT and theirs.get("disable_dropout", True):
-        recipe["lora_dropout"] = 0.0
-    if theirs.get("label_smoothing_factor") is not None and "label_smoothing" not in theirs:
-        recipe.pop("label_smoothing", None)  # read by the Trainer's own loss only
-        found.ignored.append("label_smoothing_factor")
-    for key, value in PREFERENCE_DEFAULTS.get(tool, {}).items():
-        recipe.setdefault(key, value)
-    for key in ("assistant_only_loss", "packing"):
-        if key in recipe and not (key == "packing" and recipe[key] is False):
-            del recipe[key]  # only answers are compared; no tool packs pairs
-    _drop_unused(method, found)
-
-
-def _set_token_loss(theirs: Mapping[str, Any], found: Conversion) -> None:
-    asked = next((key for key in LABEL_LOSSES if theirs.get(key)), "dft" if theirs.get("loss_type") == "dft" else "")
-    if asked:
-        found.recipe["token_loss"] = asked.removeprefix("use_").removesuffix("_loss")
-    if "eaft" not in asked:
-        found.recipe.pop("eaft_alpha", None)
-    elif theirs.get("eaft_k") not in (None, 20):
-        found.add_difference(
-            "eaft_k", theirs["eaft_k"], "the entropy is of the 20 likeliest tokens", "another loss (EAFT)"
-        )
-
-
-def _list_differences(method: str, theirs: Mapping[str, Any], found: Conversion) -> None:
-    """What the tool's trainer for `method` does otherwise."""
-    tool, on_trl = found.tool, found.tool in ("TRL", "Axolotl")
-    if method == "simpo" and on_trl and theirs.get("cpo_alpha", 1.0) != 0:
-        found.add_difference("cpo_alpha", theirs.get("cpo_alpha", 1.0), CPO_SIMPO)
-    if method == "orpo" and on_trl:
-        found.add_difference("rl" if tool == "Axolotl" else "method", "orpo", WHOLE_ROW)
-    if method == "orpo" and tool == "LLaMA-Factory":
-        found.remarks.append(f"pref_loss: orpo   ({MEAN_OF_MEANS})")
-    if method == "kto":
-        found.remarks.append(f"kto   ({KTO_ROWS})")
-    if theirs.get("pref_ftx") and method != "dpo":
-        found.add_difference("pref_ftx", theirs["pref_ftx"], f"no cross entropy is added under method: {method}")
-    if theirs.get("truncation_mode") == "keep_end":
-        found.add_difference("truncation_mode", "keep_end", "a side of over max_length tokens loses its end here")
-    reference = read_section(theirs, "ref_checkpointer").get("checkpoint_dir")
-    if reference and reference != read_section(theirs, "checkpointer").get("checkpoint_dir"):
-        note = "the reference is the model before training"
-        found.add_difference("ref_checkpointer.checkpoint_dir", reference, note, "another reference model")
-
-
-def _drop_unused(method: str, found: Conversion) -> None:
-    """Removes keys of other methods, which have no effect there either."""
-    for key in keys_of(Method).keys() & found.recipe.keys() - {"method", *METHODS[method].keys}:
-        del found.recipe[key]
-        found.ignored.append(key)
-    if "label_smoothing" not in METHODS[method].keys and found.recipe.pop("label_smoothing", None):
-        found.ignored.append("label_smoothing")
-
-
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+MOST_REFERENCES = 10  # references to references; a cycle ends here
+KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
 FROM_SCRATCH = "training a named architecture from random weights"
 # What a key alone says, by tool: the lacking capability -> the keys.
 REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
@@ -301,6 +91,27 @@ class Refusal(UserError):
         refusal = cls(f"{where}: {found}: {reason}")
         refusal.cause, refusal.is_training = cause, is_training
         return refusal
+
+
+def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
+    """The tool that a file was written for, its mapping with `${name}` references resolved, and its text.
+
+    Raises `UserError` where the file cannot be read, a `Refusal` where it is no training file of a known tool.
+    """
+    _, problems = read_entries(source, is_foreign=True)  # what is wrong with it as YAML, and where
+    if problems:
+        raise UserError.of(problems)
+    text = source.read_text(encoding="utf-8-sig")
+    theirs = yaml.safe_load(text)
+    tool = recognize_tool(theirs) if isinstance(theirs, dict) else None
+    if tool is None and isinstance(theirs, dict) and any(key in theirs for key in KNOWN_ACCELERATE):
+        raise Refusal.because(source, "distributed_type", "an Accelerate config (--config takes it)", is_training=False)
+    if tool is None:
+        found = "none of these tools' keys for a model or data"
+        raise Refusal.because(source, found, f"not recognized as a file of {', '.join(TOOL_NAMES)}", is_training=False)
+    if tool == "LLaMA-Factory" and is_factory_v1(theirs):
+        theirs = rename_v1(theirs)
+    return tool, _resolve_references(theirs, theirs), text
 
 
 def recognize_tool(theirs: Mapping[str, Any]) -> Tool | None:
@@ -436,3 +247,28 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield "dataloader: prefix trees", "online RL", True
     if kind.endswith("from_config"):
         yield "model: from_config", FROM_SCRATCH, True
+
+
+def _resolve_references(value: Any, theirs: Mapping[str, Any], depth: int = 0) -> Any:
+    """Replaces `${name}` by the value of that key (dotted where nested); an unknown name is left unchanged."""
+    if isinstance(value, dict):
+        return {key: _resolve_references(inner, theirs, depth) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_resolve_references(inner, theirs, depth) for inner in value]
+    if not isinstance(value, str) or depth > MOST_REFERENCES:
+        return value
+    whole = REFERENCE.fullmatch(value)
+    if whole:
+        named = _look_up(theirs, whole[1])
+        return value if named is None else _resolve_references(named, theirs, depth + 1)
+    return (
+        REFERENCE.sub(lambda match: str(_resolve_references(match[0], theirs, depth + 1)), value)
+        if "${" in value
+        else value
+    )
+
+
+def _look_up(theirs: Any, name: str) -> Any:
+    for part in name.split("."):
+        theirs = theirs.get(part) if isinstance(theirs, dict) else None
+    return theirs

@@ -11,7 +11,6 @@ from finetune.config.optimizers import OPTIMIZERS, convert_optimizer
 from finetune.config.other_tools import NF4_OF_TORCHAO, TOKEN_NAMES, Counterpart, Tool
 from finetune.config.quantization import QLORA
 from finetune.config.schema import recipe_keys
-from finetune.convert.rounding import ADAPTER_APART, HEAD_ROUNDED, find_rounding
 
 WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
 # Decoder layers of models whose last ones a file may name, by the models' names.
@@ -20,6 +19,17 @@ LAYERS = {
     r"llama-?3\.2-1b": 16, r"llama-?3\.2-3b": 28, r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
     r"qwen3-(4|8)b": 36,
 }  # fmt: skip
+TRAINED_TOWER = (
+    "the vision tower and the projector are trained too there, frozen here; trainable_modules: [visual] trains them "
+    "alone"
+)
+IMAGE_LABELS = (
+    "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
+)
+DIONS_MUON = (
+    "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov "
+    "momentum"
+)
 CHATML = "<|im_end|>"
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 
@@ -61,7 +71,6 @@ def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     _adapt_tokens(theirs, found)
     _adapt_frozen(theirs, found)
     _adapt_images(theirs, found)
-    _adapt_rounding(theirs, found)
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
     if found.tool in rules:
         rules[found.tool](theirs, text, found)
@@ -142,18 +151,6 @@ def _adapt_images(theirs: Mapping[str, Any], found: Conversion) -> None:
         found.add_difference("lora_target_modules", targets, "layers of the vision tower by these names too there")
     if "train_on_inputs" not in theirs:
         found.add_difference("processor_type", theirs.get("processor_type"), IMAGE_LABELS)
-
-
-def _adapt_rounding(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """Quantization-aware training, and where the same torchao rounds other layers there."""
-    keys = find_rounding(theirs)
-    if keys is None:
-        return
-    found.recipe |= keys
-    key = "qat" if "qat" in theirs else "quantizer"
-    found.add_difference(key, theirs[key], HEAD_ROUNDED)
-    if theirs.get("adapter") or "lora" in str(read_section(theirs, "model").get("_component_")) or theirs.get("peft"):
-        found.add_difference(key, theirs[key], ADAPTER_APART)
 
 
 def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
@@ -246,17 +243,6 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         recipe["report_to"] = "wandb"
 
 
-TRAINED_TOWER = (
-    "the vision tower and the projector are trained too there, frozen here; trainable_modules: [visual] trains them "
-    "alone"
-)
-IMAGE_LABELS = (
-    "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
-)
-DIONS_MUON = (
-    "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov "
-    "momentum"
-)
 NOT_CUT = (None, False, "do_not_truncate")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 SCHEDULES = {

@@ -15,8 +15,7 @@ from finetune.config.other_tools import TOOLS
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.config.unknown_keys import foreign_names
-from finetune.convert.cli import EXIT_TO_DO
-from finetune.convert.conversion import convert_file
+from finetune.convert.conversion import EXIT_TO_DO, convert_file
 from finetune.convert.model_names import TEMPLATES, guess_family
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError

@@ -12,8 +12,7 @@ import yaml
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe, to_dict
-from finetune.convert.cli import MISSING_FILE, as_text, read_back
-from finetune.convert.conversion import convert_file
+from finetune.convert.conversion import MISSING_FILE, as_text, convert_file, read_back
 from finetune.convert.recognize import Refusal
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError

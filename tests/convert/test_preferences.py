@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.convert.cli import read_back
-from finetune.convert.conversion import convert_file
+from finetune.convert.conversion import convert_file, read_back
 from finetune.convert.recognize import Refusal
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
