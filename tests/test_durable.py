@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from finetune.console.metrics import MetricsLog
 from finetune.files.durable import (
     FolderInUse,
     checksum,
@@ -19,6 +18,7 @@ from finetune.files.durable import (
     stage_and_rename,
     write_file,
 )
+from finetune.training.run_log import MetricsLog
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

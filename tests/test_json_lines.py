@@ -11,7 +11,6 @@ from finetune.checkpoint.manifest import find_problems
 from finetune.checkpoint.save import add_token_ids
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.schema import Model
-from finetune.console.metrics import MetricsLog
 from finetune.convert.conversion import convert_file
 from finetune.errors import UserError
 from finetune.export.card import read_metrics
@@ -20,6 +19,7 @@ from finetune.files.run_json import append_json_lines, read_json_lines
 from finetune.files.tensors import read_weight_map
 from finetune.plan.architecture import find_config
 from finetune.report.run_data import read_run
+from finetune.training.run_log import MetricsLog
 from finetune.training.screens import answers_before_and_after
 from tests.report.runs import make_run
 

@@ -13,7 +13,6 @@ from finetune.config.facts import names_vision_language
 from finetune.config.methods import describe_method
 from finetune.config.schema import Lora, Quantization, keys_of
 from finetune.config.yaml_file import read_value
-from finetune.console.metrics import describe_missing, find_divergence, losses_of
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT, GENERATION_FILE, PROCESSOR_FILES
 from finetune.errors import UserError
 from finetune.export.merge_choice import TRAINED, MergeChoice
@@ -22,7 +21,16 @@ from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
 from finetune.files.durable import sync_folder, write_file
-from finetune.files.run_json import BenchmarkResult, benchmark_table, load_json, read_json_lines, read_json_object
+from finetune.files.run_json import (
+    BenchmarkResult,
+    benchmark_table,
+    describe_missing,
+    find_divergence,
+    load_json,
+    losses_of,
+    read_json_lines,
+    read_json_object,
+)
 
 CARD_FILE = "README.md"
 RECIPE_KEYS = (

@@ -1,6 +1,10 @@
-"""Files from outside, read within bounds: JSON, safetensors headers, benchmarks.json. Imports no torch."""
+"""Files from outside, read within bounds: JSON, safetensors headers; and a run's metrics.jsonl and benchmarks.json.
+
+Imports no torch.
+"""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -266,3 +270,94 @@ def _read_entry(entry: Any) -> BenchmarkResult | None:
     except (AttributeError, TypeError):
         return None
     return result if is_right else None
+
+
+DIVERGED_MARGIN = 1.0  # nats per token above the first loss, or a quarter of that loss where it is more: far above
+DIVERGED_LINES = 10  # lines of metrics in a row
+
+
+def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
+    """Keeps the lines of metrics.jsonl or samples.jsonl up to `step`, that of the checkpoint from which a run resumes,
+    and returns them. What an interrupted run wrote after it is written again; so is all of a run that starts over.
+    """
+    if not path.exists():
+        return []
+    whole = readable_lines(read_json_lines(path))
+    if path.name == "metrics.jsonl":  # a prompt may be given, and answered, twice
+        whole = remove_doubled(whole)
+    kept = [line for line in whole if line.get("step", 0) <= step and step > 0]
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
+
+
+def readable_lines(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """Those that hold an object of a step."""
+    return [line for line in lines if line is not None and isinstance(line.get("step", 0), int)]
+
+
+def remove_doubled(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`lines` without those that say again what an earlier one has said."""
+    return list({json.dumps(line, sort_keys=True): line for line in lines}.values())
+
+
+def describe_missing(path: Path, last_step: int) -> str:
+    """Which steps up to `last_step` lack their training lines in the metrics.jsonl at `path`; empty if none.
+
+    A line is missing in a gap that is larger than the gaps on both sides of it: `logging_steps` may change in a run.
+    """
+    if not path.is_file():
+        return f"no line for the steps 1 to {last_step:,}" if last_step else ""
+    steps = [step for step, _ in losses_of(read_json_lines(path), last_step)]
+    ranges = ", ".join(f"{first:,} to {last:,}" for first, last in find_gaps(steps, last_step))
+    return f"no line for the steps {ranges}" if ranges else ""
+
+
+def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
+    """The first and last step of each gap in `steps`, up to `last_step`.
+
+    >>> find_gaps([2, 4, 6], 7), find_gaps([2, 4, 8, 10], 10), find_gaps([10, 20, 40, 60], 60), find_gaps([], 5)
+    ([], [(5, 6)], [], [])
+    >>> find_gaps([6, 8], 12)
+    [(1, 4), (9, 12)]
+    """
+    ends = [0, *sorted(set(steps))]
+    gaps = [after - before for before, after in itertools.pairwise(ends)]
+    missing = []
+    for number, (end, gap) in enumerate(zip(ends[1:], gaps, strict=True)):
+        usual = max([*gaps[:number][-1:], *gaps[number + 1 :][:1]], default=gap)
+        missing += [(end - gap + 1, end - usual)] if gap > usual else []
+    if gaps and last_step - ends[-1] >= gaps[-1]:
+        missing.append((ends[-1] + 1, last_step))
+    return missing
+
+
+def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None) -> list[tuple[int, float]]:
+    """(step, loss) of the training lines among `lines` of metrics.jsonl, up to `last_step`."""
+    found = [(line.get("step"), line.get("loss")) for line in lines if line is not None]
+    return [
+        (step, float(loss))
+        for step, loss in found
+        if isinstance(step, int) and isinstance(loss, int | float) and (last_step is None or step <= last_step)
+    ]
+
+
+def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> str:
+    """What diverged in a run with these (step, loss in nats per token); empty if no newest loss is far above the first.
+
+    The newest are the last DIVERGED_LINES, or (`at_end`) the last half of a shorter run. Not finite is far above.
+
+    >>> print(find_divergence([(1, 7.6), (2, 1263.0), (3, 315.0)]))
+    the loss is 315 at step 3, far above the 7.6 of step 1
+    >>> find_divergence([(1, 2.0), (2, 9.0), (3, 2.5)])
+    ''
+    """
+    start = next((index for index, (_, loss) in enumerate(losses) if math.isfinite(loss)), None)
+    if start is None:
+        return ""
+    (first_step, first_loss), later = losses[start], losses[start + 1 :]
+    limit = first_loss + max(DIVERGED_MARGIN, first_loss / 4)
+    wanted = max(2, min(DIVERGED_LINES, len(later) // 2)) if at_end else DIVERGED_LINES
+    if len(later) < wanted or any(loss <= limit for _, loss in later[-wanted:]):
+        return ""
+    step, loss = losses[-1]
+    return f"the loss is {loss:.4g} at step {step:,}, far above the {first_loss:.4g} of step {first_step:,}"

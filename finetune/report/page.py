@@ -16,9 +16,8 @@ from markupsafe import Markup
 from finetune import __version__
 from finetune.config.methods import DEFAULT_METHOD
 from finetune.config.schema import leaves
-from finetune.console.metrics import find_divergence, losses_of
 from finetune.errors import UserError
-from finetune.files.run_json import benchmark_table, describe_models
+from finetune.files.run_json import benchmark_table, describe_models, find_divergence, losses_of
 from finetune.plan.plan import Plan
 from finetune.plan.table import memory_rows
 from finetune.report.charts import format_compact, list_metrics, make_charts

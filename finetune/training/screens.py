@@ -19,7 +19,6 @@ from finetune.config.pretrained_adapter import find_adapter
 from finetune.config.quantization import describe_quantization
 from finetune.config.reader import to_dict
 from finetune.config.schema import Quantization, Recipe
-from finetune.console.metrics import DIVERGED_ADVICE, find_divergence, losses_of
 from finetune.constants import ADAPTER_CONFIG
 from finetune.data.findings import check_longest_example
 from finetune.data.prepare import PreparedData
@@ -27,7 +26,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import count_wrapped_units, decoder_layers, unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.files.run_json import read_json_lines, read_json_object
+from finetune.files.run_json import find_divergence, losses_of, read_json_lines, read_json_object
 from finetune.models.cpu_products import describe_products
 from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher
@@ -41,6 +40,7 @@ from finetune.plan.step_memory import find_peak
 from finetune.pretrained_config import read_facts, text_config_of
 from finetune.training.objectives.sft import Objective
 from finetune.training.run_folder import METRICS
+from finetune.training.run_log import DIVERGED_ADVICE
 from finetune.training.training_run import TrainingRun
 from finetune.units import counted, disk_size, gib
 

@@ -15,8 +15,6 @@ from finetune.checkpoint.save import Saver
 from finetune.config.layout import gathers_fp8
 from finetune.config.reader import to_dict
 from finetune.config.schema import Recipe
-from finetune.console.metrics import MetricsLog, drop_later_lines
-from finetune.console.trackers import Tracker, list_trackers, open_tracker
 from finetune.data.batches import OnReport, StepBatch, StoredBatches
 from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
@@ -26,7 +24,7 @@ from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.export.merge_choice import write_comparison_rows
-from finetune.files.run_json import append_json_lines, read_json_lines
+from finetune.files.run_json import append_json_lines, drop_later_lines, read_json_lines
 from finetune.flops import flop_per_token_of
 from finetune.models.load import ModelSize, load_teacher
 from finetune.models.probe import check_training_forward
@@ -39,6 +37,7 @@ from finetune.training.objectives.preference import PreferenceObjective, RatingO
 from finetune.training.objectives.sft import SFT, Objective, Objectives
 from finetune.training.reference import find_references
 from finetune.training.run_folder import COMPLETIONS, METRICS, choose_run_name, describe_run, write_data_report
+from finetune.training.run_log import MetricsLog, Tracker, list_trackers, open_tracker
 from finetune.training.screens import first_screen
 from finetune.training.throughput import find_fp8_share, peak_flops, profile_steps
 from finetune.training.training_run import TrainingRun

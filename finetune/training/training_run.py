@@ -13,7 +13,6 @@ from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.retention import step_folder
 from finetune.config.schedules import Schedule
 from finetune.config.schema import Recipe
-from finetune.console.metrics import MetricsLog
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
 from finetune.distributed.collective import RankGroup
@@ -21,6 +20,7 @@ from finetune.distributed.world import World
 from finetune.errors import Preempted, UserError
 from finetune.training.hooks import Event, Hooks
 from finetune.training.objectives.sft import Objectives
+from finetune.training.run_log import MetricsLog
 from finetune.training.watch import Watchdog
 
 if TYPE_CHECKING:  # what prepares and saves draws half of the package in; a step needs none of it

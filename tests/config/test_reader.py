@@ -9,8 +9,8 @@ import pytest
 from finetune.config.reader import RECIPES, read_recipe, to_dict, write_recipe
 from finetune.config.schema import recipe_keys
 from finetune.config.unknown_keys import foreign_names, keys_without_counterpart
-from finetune.console.trackers import list_trackers
 from finetune.errors import UserError
+from finetune.training.run_log import list_trackers
 
 GOOD = "model_name_or_path: some/model\ndatasets:\n  - path: some/data\n"
 

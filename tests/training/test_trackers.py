@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from finetune.config.compatibility import TRACKERS
-from finetune.console.metrics import MetricsLog
-from finetune.console.trackers import Tracker
+from finetune.training.run_log import MetricsLog, Tracker
 from tests.ranks import ROOT, launch_ranks
 
 Series = list[tuple[int, float]]  # (step, value)

@@ -1,21 +1,34 @@
-"""What a run logs: metrics.jsonl always, a progress bar at a terminal, plain lines in a log file. Imports no torch."""
+"""What a run logs: metrics.jsonl always, a bar at a terminal, plain lines in a log file, and experiment trackers."""
 
-import itertools
+import io
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from finetune.console.trackers import Tracker, first_line
+from finetune.config.compatibility import TRACKERS
 from finetune.errors import UserError
-from finetune.files.durable import replace_file
-from finetune.files.run_json import read_json_lines
+from finetune.files.run_json import (
+    DIVERGED_LINES,
+    describe_missing,
+    drop_later_lines,
+    find_divergence,
+    losses_of,
+    read_json_lines,
+    read_json_object,
+    readable_lines,
+    remove_doubled,
+)
 from finetune.terminal import is_notebook
 from finetune.units import gib
 
@@ -24,8 +37,133 @@ BAR_COLUMNS = 8  # of the bar itself, at least
 NOTEBOOK_COLUMNS = 110  # of the bar with what stands beside it, where there is no terminal to ask
 RATE_LINES = 20  # lines of metrics from which the time left is estimated
 DIVERGED_ADVICE = "lower learning_rate, or raise warmup_ratio"
-DIVERGED_MARGIN = 1.0  # nats per token above the first loss, or a quarter of that loss where it is more: far above
-DIVERGED_LINES = 10  # lines of metrics in a row
+PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
+WRITE_ONCE = ("tensorboard", "mlflow")  # a run's configuration can be written once only
+IDENTITY = "tracker.json"  # in the run's folder: the tracker's id of the run, by which a resumed run continues there
+
+
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """An open tracker of Accelerate's. Whatever its library raises comes out as it is."""
+
+    name: str  # as in report_to
+    inner: Any
+    watch: str  # the page or the command that shows the run
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Logs the numbers of a line of metrics."""
+        numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+        self.inner.log(numbers, step=line["step"])
+
+    def close(self) -> None:
+        """Ends the run in the tracker. To be called before Accelerate's state is reset, which its trackers read."""
+        with _quiet():
+            if self.name == "trackio":  # Accelerate's would finish it once more at exit
+                import trackio
+
+                trackio.finish()
+            else:
+                self.inner.finish()
+
+
+def list_trackers(report_to: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The trackers that `report_to` names, each once; all: those whose packages are installed.
+
+    >>> list_trackers("none"), list_trackers(("wandb", "wandb", "mlflow"))
+    ((), ('wandb', 'mlflow'))
+    """
+    if report_to == "all":
+        return tuple(name for name, package in TRACKERS.items() if find_spec(package) is not None)
+    named = (report_to,) if isinstance(report_to, str) else report_to
+    return tuple(dict.fromkeys(name for name in named if name != "none"))
+
+
+def open_tracker(report_to: str, run_name: str, folder: Path, settings: dict[str, Any], start_step: int) -> Tracker:
+    """The tracker `report_to` with `settings` (the recipe, flat) as the run's configuration.
+
+    A run that resumes at `start_step` > 0 continues in the tracker too. To be called on the main rank. Raises
+    `UserError` where the tracker does not start. TensorBoard writes under `folder`; the others where their own
+    environment says.
+    """
+    identity = read_json_object(folder / IDENTITY).get(report_to) if start_step else None
+    try:
+        with _quiet():
+            inner = _make_tracker(report_to, run_name, folder, identity, start_step)
+            inner.start()
+        if identity is None or report_to not in WRITE_ONCE:
+            _store(report_to, inner, settings)
+        _write_identity(folder, report_to, _identity(report_to, inner))
+    except Exception as error:  # whatever a tracker's library raises
+        raise UserError(
+            f"report_to: {report_to}: it does not start ({first_line(error)}); fix that, or set report_to: none "
+            "(metrics.jsonl is always written)"
+        ) from error
+    return Tracker(report_to, inner, _find_page(report_to, inner, folder))
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's error."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _make_tracker(report_to: str, run_name: str, folder: Path, identity: str | None, start_step: int) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    project = os.environ.get(PROJECT_VARIABLES.get(report_to, ""), "finetune")
+    make = LOGGER_TYPE_TO_CLASS[report_to]
+    if report_to == "tensorboard":  # what a killed run logged after its checkpoint is logged again
+        return make(run_name, logging_dir=str(folder / "tensorboard"), purge_step=start_step + 1 if identity else None)
+    if report_to == "mlflow":
+        return make(experiment_name=project, run_name=run_name, run_id=identity)
+    if report_to == "wandb":
+        resumed = {"id": identity, "resume": "allow"} if identity else {}
+        return make(project, name=run_name, dir=str(folder), **resumed)
+    return make(project, name=identity or run_name, resume="allow" if identity else "never")
+
+
+def _store(report_to: str, inner: Any, settings: dict[str, Any]) -> None:
+    """The recipe: numbers and texts as they are, lists and mappings as JSON."""
+    plain = {
+        key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in settings.items()
+    }
+    if report_to == "tensorboard":  # Accelerate's own would make a second run for them, named by the clock
+        inner.tracker.add_hparams(plain, {}, run_name=".")
+    else:
+        inner.store_init_configuration(plain)
+
+
+def _identity(report_to: str, inner: Any) -> str:
+    run = inner.tracker
+    if report_to == "mlflow":
+        return str(run.info.run_id)
+    return str(run.id if report_to == "wandb" else run.name if report_to == "trackio" else inner.logging_dir)
+
+
+def _find_page(report_to: str, inner: Any, folder: Path) -> str:
+    run = inner.tracker
+    if report_to == "tensorboard":
+        return f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
+    if report_to == "wandb":
+        return str(run.url or f"wandb sync {shlex.quote(str(Path(run.dir).parent))}")
+    if report_to == "trackio":
+        return f"trackio show --project {shlex.quote(inner.run_name)}"
+    import mlflow
+
+    return f"mlflow ui --backend-store-uri {shlex.quote(mlflow.get_tracking_uri())}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The first screen of a run is ours: no greetings of libraries, unless the environment asks for them."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    with redirect_stdout(io.StringIO()):
+        yield
+
+
+def _write_identity(folder: Path, report_to: str, identity: str) -> None:
+    text = json.dumps(read_json_object(folder / IDENTITY) | {report_to: identity})
+    (folder / IDENTITY).write_text(text + "\n", encoding="utf-8")
 
 
 class MetricsLog:
@@ -241,93 +379,6 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
     return shown
 
 
-def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """Keeps the lines of metrics.jsonl or samples.jsonl up to `step`, that of the checkpoint from which a run resumes,
-    and returns them. What an interrupted run wrote after it is written again; so is all of a run that starts over.
-    """
-    if not path.exists():
-        return []
-    whole = readable_lines(read_json_lines(path))
-    if path.name == "metrics.jsonl":  # a prompt may be given, and answered, twice
-        whole = remove_doubled(whole)
-    kept = [line for line in whole if line.get("step", 0) <= step and step > 0]
-    replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
-
-
-def readable_lines(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Those that hold an object of a step."""
-    return [line for line in lines if line is not None and isinstance(line.get("step", 0), int)]
-
-
-def remove_doubled(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`lines` without those that say again what an earlier one has said."""
-    return list({json.dumps(line, sort_keys=True): line for line in lines}.values())
-
-
-def describe_missing(path: Path, last_step: int) -> str:
-    """Which steps up to `last_step` lack their training lines in the metrics.jsonl at `path`; empty if none.
-
-    A line is missing in a gap that is larger than the gaps on both sides of it: `logging_steps` may change in a run.
-    """
-    if not path.is_file():
-        return f"no line for the steps 1 to {last_step:,}" if last_step else ""
-    steps = [step for step, _ in losses_of(read_json_lines(path), last_step)]
-    ranges = ", ".join(f"{first:,} to {last:,}" for first, last in find_gaps(steps, last_step))
-    return f"no line for the steps {ranges}" if ranges else ""
-
-
-def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
-    """The first and last step of each gap in `steps`, up to `last_step`.
-
-    >>> find_gaps([2, 4, 6], 7), find_gaps([2, 4, 8, 10], 10), find_gaps([10, 20, 40, 60], 60), find_gaps([], 5)
-    ([], [(5, 6)], [], [])
-    >>> find_gaps([6, 8], 12)
-    [(1, 4), (9, 12)]
-    """
-    ends = [0, *sorted(set(steps))]
-    gaps = [after - before for before, after in itertools.pairwise(ends)]
-    missing = []
-    for number, (end, gap) in enumerate(zip(ends[1:], gaps, strict=True)):
-        usual = max([*gaps[:number][-1:], *gaps[number + 1 :][:1]], default=gap)
-        missing += [(end - gap + 1, end - usual)] if gap > usual else []
-    if gaps and last_step - ends[-1] >= gaps[-1]:
-        missing.append((ends[-1] + 1, last_step))
-    return missing
-
-
 def _rounded(value: Any) -> Any:
     """Nine digits say all that fp32 knows."""
     return float(f"{value:.9g}") if isinstance(value, float) else value
-
-
-def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None) -> list[tuple[int, float]]:
-    """(step, loss) of the training lines among `lines` of metrics.jsonl, up to `last_step`."""
-    found = [(line.get("step"), line.get("loss")) for line in lines if line is not None]
-    return [
-        (step, float(loss))
-        for step, loss in found
-        if isinstance(step, int) and isinstance(loss, int | float) and (last_step is None or step <= last_step)
-    ]
-
-
-def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> str:
-    """What diverged in a run with these (step, loss in nats per token); empty if no newest loss is far above the first.
-
-    The newest are the last DIVERGED_LINES, or (`at_end`) the last half of a shorter run. Not finite is far above.
-
-    >>> print(find_divergence([(1, 7.6), (2, 1263.0), (3, 315.0)]))
-    the loss is 315 at step 3, far above the 7.6 of step 1
-    >>> find_divergence([(1, 2.0), (2, 9.0), (3, 2.5)])
-    ''
-    """
-    start = next((index for index, (_, loss) in enumerate(losses) if math.isfinite(loss)), None)
-    if start is None:
-        return ""
-    (first_step, first_loss), later = losses[start], losses[start + 1 :]
-    limit = first_loss + max(DIVERGED_MARGIN, first_loss / 4)
-    wanted = max(2, min(DIVERGED_LINES, len(later) // 2)) if at_end else DIVERGED_LINES
-    if len(later) < wanted or any(loss <= limit for _, loss in later[-wanted:]):
-        return ""
-    step, loss = losses[-1]
-    return f"the loss is {loss:.4g} at step {step:,}, far above the {first_loss:.4g} of step {first_step:,}"

@@ -1,1 +1,0 @@
-"""What a run prints and logs: metrics and experiment trackers."""
