@@ -104,19 +104,19 @@ def divide_matrices(model: Any, world: World) -> None:
 
 
 def _check_plan(model: Any, where: str) -> None:
+    if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
+        raise UserError(f"{where}: tensor parallelism needs a newer torch than {torch.__version__}; 2.13 is tested")
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     kind, of_heads = model.config.model_type, plan.get("layers.*.self_attn.q_proj") == "colwise"
     norms = {name.rpartition(".")[2] for name, _ in model.named_modules()} & {"q_norm", "k_norm"} if of_heads else set()
     unplanned = [name for name in sorted(norms) if plan.get(f"layers.*.self_attn.{name}") != GRADIENT_STYLE]
-    unknown = sorted(set(plan.values()) - {*STYLES, GRADIENT_STYLE})
+    unknown = sorted({style for name, style in plan.items() if name != "embed_tokens"} - {*STYLES, GRADIENT_STYLE})
     if not plan or unplanned or unknown:
         lacks = f"has {unknown[0]}" if unknown else f"lacks {', '.join(unplanned)}" if unplanned else "is empty"
         raise UserError(
             f"{where}: the plan of transformers {transformers.__version__} for {kind} {lacks}, and is not understood; "
             "use a version that this project is tested with, or no tensor parallelism"
         )
-    if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
-        raise UserError(f"{where}: tensor parallelism needs a newer torch than {torch.__version__}; 2.13 is tested")
 
 
 class _VocabularyParallel(RowwiseParallel):
