@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._meta_registrations  # before its own are replaced
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +34,7 @@ from tests.cuda_without_gpu.varlen_on_cpu import check_operands
 PACKAGE = Path(finetune.__file__).resolve().parent
 TORCH = Path(torch.__file__).resolve().parent
 aten = torch.ops.aten
+LIBRARY: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 # The number of elements of their results is known to the device alone.
 SHAPED_BY_VALUES = {
     aten.masked_select.default,
@@ -269,6 +272,7 @@ def pretend_device(before: Sequence[str] = (), traces: bool = False) -> None:
         "stream": lambda _: nullcontext(),
         "synchronize": lambda *_: stream.synchronize(),
         "manual_seed_all": lambda _: None,
+        "is_current_stream_capturing": lambda: False,
     }
     for name, value in cuda.items():
         setattr(torch.cuda, name, value)
@@ -276,7 +280,21 @@ def pretend_device(before: Sequence[str] = (), traces: bool = False) -> None:
     torch.Generator = HostGenerator  # type: ignore[misc]
     nn.Module._apply = _replace_parameters  # type: ignore[assignment,method-assign]
     fake_tensor.init_gpu_context = lambda _: None
+    if torch.__version__ < "2.12":
+        _repair_addmm()
     FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[method-assign,assignment]
+
+
+def _repair_addmm() -> None:
+    """`torch.addmm` of factors in another dtype: torch 2.11 takes the dtype of a fake result for a factor."""
+
+    def add(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+        result = total + (left @ right).to(dtype)
+        return result if out is None else out.copy_(result)
+
+    for overload in (aten.addmm.dtype, aten.addmm.dtype_out):
+        decomposition_table[overload] = add
+        LIBRARY.impl(overload, add, "Meta", allow_override=True)
 
 
 @contextmanager

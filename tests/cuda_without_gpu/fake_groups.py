@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init as fully_shard
-from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining import _utils, schedules
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -51,7 +50,7 @@ def pretend_groups() -> None:
 
 def _know_shapes(_schedule: Any, stages: list[Any], *_: Any) -> None:
     for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC
+        stage._inference_mode = _utils.InferenceMode.STATIC  # torch 2.11 has no such question
 
 
 def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:

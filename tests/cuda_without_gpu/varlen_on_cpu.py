@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from finetune.models.attention.kernels import ScoreOptions
+from finetune.models.attention.kernels import NEEDS_ENABLE_GQA, ScoreOptions
 
 
 @cache
@@ -45,7 +45,7 @@ def check_operands(
     assert query.shape[-1] == key.shape[-1] == value.shape[-1], "the heads have one size"
     assert query.shape[-1] % 8 == 0, "mha_varlen_fwd: head_size should be a multiple of 8; pad it"
     assert query.shape[-1] <= 256, "mha_varlen_fwd: head dimension at most 256"
-    assert enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
+    assert enable_gqa or not NEEDS_ENABLE_GQA or query.shape[1] == key.shape[1] == value.shape[1]
     assert all(each.stride(-1) == 1 for each in (query, key, value)), "mha_varlen_fwd: contiguous last dimension"
 
 
