@@ -234,8 +234,9 @@ class Session:
 
     @cached_property
     def _loaded(self) -> Loaded:
-        recipe, world, data, inputs = self.recipe, self.world, self._data, self.inputs
+        recipe, world, data = self.recipe, self.world, self._data
         keys = recipe.quantization, recipe.optimization, self._vocabulary, recipe.quantization_aware
+        run = self.inputs, self.signals, world, self._folder
         with self.computing():
             model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
             if data is not None and data.report.is_complete and data.images is None and trains_tower(model):
@@ -245,7 +246,7 @@ class Session:
                 )
             optimizer = build_optimizer(model, recipe.optimization, world)
             check_training_forward(model, recipe.model, recipe.data, world)
-            objectives = make_objectives(model, recipe, data, inputs, self.signals, world) if data else None
+            objectives = make_objectives(model, recipe, data, *run) if data else None
         return Loaded(model, size, optimizer, objectives)
 
     @property

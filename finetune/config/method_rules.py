@@ -66,6 +66,21 @@ def _refused(name: str, why: str, advice: str = "", *, when: Callable[[Case], ob
     )
 
 
+def _refused_by_server(key: str, why: str, is_so: Callable[[Case], object]) -> Rule:
+    return Rule(
+        name=f"{key} with a vLLM server",
+        keys=(key, "vllm_server_base_url"),
+        when=lambda c: bool(samples(c) and c["vllm_server_base_url"] and is_so(c)),
+        message=f"{key} cannot be combined with vllm_server_base_url: {why}",
+        advice=f"remove {key}, or vllm_server_base_url",
+    )
+
+
+def _itself(is_so: Callable[[Case], bool]) -> Callable[[Case], bool]:
+    """A condition: `is_so`, and the model in training samples, not a server."""
+    return lambda case: is_so(case) and case["vllm_server_base_url"] is None
+
+
 OFF_POLICY = "the model that learns would not be the one that was sampled, and the probability ratio is no longer 1"
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -274,12 +289,21 @@ RULES: tuple[Rule, ...] = (
     _refused("turns", "completions are all that is trained on"),
     _refused("train_on_reasoning", "completions are all that is trained on"),
     _refused("fsdp_version: 1", "it cannot keep the model gathered while it samples",
-             "set fsdp_version: 2, or use ddp", when=is_fsdp1),
+             "set fsdp_version: 2, use ddp, or set vllm_server_base_url", when=_itself(is_fsdp1)),
     _refused("cp_size", "the ratio of a sequence is not summed over its ranks",
              "set cp_size (or sp_size) to 1", when=has_sp),
     _refused("expert_parallel_size",
              "ranks sample completions of different lengths, and would wait for each other's tokens",
-             "set expert_parallel_size: 1", when=has_ep),
+             "set expert_parallel_size: 1, or vllm_server_base_url", when=_itself(has_ep)),
     _refused("mixed_precision: fp8", "one token at a time has too few rows for FP8's products",
-             "set mixed_precision: bf16", when=has_fp8),
+             "set mixed_precision: bf16, or vllm_server_base_url", when=_itself(has_fp8)),
+    Rule(
+        name="a server's address", keys=("vllm_server_base_url",),
+        when=lambda c: not (c["vllm_server_base_url"] or "http://").startswith(("http://", "https://")),
+        message="vllm_server_base_url: {vllm_server_base_url} is no address; write it as http://localhost:8000",
+    ),
+    _refused_by_server("model_config", "it starts from a model's files; save the model with its random weights first",
+                       lambda c: c["model_config"] is not None),
+    *(_refused_by_server(key, "vLLM loads no such adapters", both(is_set("use_peft"), is_set(key)))
+      for key in ("use_dora", "modules_to_save", "added_tokens", "lora_target_parameters")),
 )  # fmt: skip

@@ -72,6 +72,11 @@ class Rollout:
     per_device_generation_batch_size: Annotated[Positive,
         "Completions that a rank samples at once; when one ends, the next takes its place. Sets the memory of the "
         "key-value cache."] = 64
+    vllm_server_base_url: Annotated[str | None,
+        "A vLLM server that samples in place of the model in training, such as http://localhost:8000. It reads the "
+        "weights of each step from output_dir, so that both see the same files; docs/online.md has its command."] = None
+    vllm_server_timeout: Annotated[float, Gt(0),
+        "How many seconds the server may take for a completion, or to load weights."] = 600.0
     scale_rewards: Annotated[Literal["group", "batch", "none"], SameOnResume,
         "What the difference of a reward from its baseline is divided by: the standard deviation in its group, in the "
         "step, or nothing."] = "group"
@@ -239,6 +244,8 @@ COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
 
 UNSHOWN = (
     "per_device_generation_batch_size",
+    "vllm_server_base_url",
+    "vllm_server_timeout",
     "log_completions",
     "reward_timeout_seconds",
     "on_bad_reward",

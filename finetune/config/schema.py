@@ -487,6 +487,11 @@ class Recipe:
         )
 
     @property
+    def samples_itself(self) -> bool:
+        """Whether the model in training samples the completions that it learns from, not a server."""
+        return self.method_facts.samples and self.rollout.vllm_server_base_url is None
+
+    @property
     def trains_base(self) -> bool:
         """Whether more than new adapters is trained, so that a reference cannot be the model without them."""
         lora = self.lora

@@ -7,8 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.files.http import send
 
 START_SECONDS = 600  # vLLM compiles
 ANSWER_SECONDS = 300
@@ -149,15 +148,10 @@ def _find_served(url: str) -> str:
 
 def _request(url: str, body: Mapping[str, Any] | None, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
     """The JSON that `url` answers. Raises `UserError` where it does not."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            found = json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise UserError(f"{url}: answered {error.code}: {error.read(200).decode(errors='replace')}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{url}: no answer: {getattr(error, 'reason', error)}") from None
+        found = json.loads(send(url, body, seconds))
+    except ValueError as error:
+        raise UserError(f"{url}: no answer: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{url}: not an answer of the OpenAI protocol")
     return found

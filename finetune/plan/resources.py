@@ -33,10 +33,11 @@ class Disk:
     export: int
     adapter: int
     offload: int = 0  # of one node, in offload_dir while it trains
+    rollouts: int = 0  # weights for a server that samples: the ranks' shards, what is made of them, and those before
 
     @property
     def total(self) -> int:
-        return self.checkpoints + self.export + self.adapter
+        return self.checkpoints + self.export + self.adapter + self.rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,9 @@ def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
     recipe, files, optim = spec.recipe.checkpoint, spec.files(), spec.recipe.optimization.optim
     moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True) for t in trained)
     # A full model's checkpoint is complete, also where some is frozen.
-    checkpoint = sum(t.numel * t.itemsize for t in (trained if lora else spec.tensors)) + moments
+    stored = trained if lora else spec.tensors
+    weights = sum(t.numel * t.itemsize for t in stored)
+    checkpoint, is_handed_over = weights + moments, spec.recipe.rollout.vllm_server_base_url is not None
     return Disk(
         checkpoint=checkpoint,
         checkpoints_kept=recipe.save_total_limit,
@@ -69,6 +72,7 @@ def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
         export=_exported_bytes(spec, ITEMSIZE[recipe.export_dtype or base_dtype]) if recipe.export_at_end else 0,
         adapter=sum(t.numel * t.itemsize for t in trained) if lora else 0,
         offload=files.size * min(spec.ranks, spec.ranks_per_node) if files is not None else 0,
+        rollouts=is_handed_over * (weights + 2 * ITEMSIZE[spec.compute_dtype] * sum(t.numel for t in stored)),
     )
 
 
@@ -251,11 +255,11 @@ def offload_seconds(spec: RunSpec) -> float:
 
 
 def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
-    """Seconds of a step in which a rank samples completions, each of full length; 0 where it samples none.
+    """Seconds of a step in which a rank samples completions, each of full length; 0 where it samples none itself.
 
     A token of all rows reads all weights and half of a full cache, or computes. `forward`: FLOP of a token.
     """
-    if not spec.recipe.method_facts.samples:
+    if not spec.recipe.samples_itself:
         return 0.0
     keys, per_rank = spec.recipe.rollout, -(-spec.rows_per_step // spec.data_ranks)
     rows = min(keys.per_device_generation_batch_size, per_rank)

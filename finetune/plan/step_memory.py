@@ -233,11 +233,11 @@ SAMPLED_BYTES = 28  # of a logit that is sampled from: it, log-probability and p
 
 
 def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
-    """While completions are sampled, with all parameters gathered; None where none are.
+    """While completions are sampled, with all parameters gathered; None where none are, or a server samples them.
 
     Of its moments the largest: a token is drawn, or computed, a row leaves the full cache, prompts are read.
     """
-    if not spec.recipe.method_facts.samples:
+    if not spec.recipe.samples_itself:
         return None
     a, run, keys, length = spec.computed, spec.computation, spec.recipe.rollout, spec.recipe.data.max_length
     rows = min(keys.per_device_generation_batch_size, -(-spec.rows_per_step // spec.data_ranks))

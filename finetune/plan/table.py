@@ -97,7 +97,15 @@ def _describe_method(spec: RunSpec) -> list[str]:
         return [
             f"method     {spec.recipe.method.method}: {keys.num_generations} completions of "
             f"{counted(spec.global_batch_size, 'prompt')} a step, of up to {keys.max_completion_length:,} tokens each, "
-            f"{keys.per_device_generation_batch_size} at once on a rank; as if each filled a row"
+            f"{keys.per_device_generation_batch_size} at once on a rank; as if each filled a row",
+            *(
+                []
+                if spec.recipe.samples_itself
+                else [
+                    "           sampled by the vLLM server, whose memory and time "
+                    "are not planned; each step writes it the weights"
+                ]
+            ),
         ]
     rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
     references = {
@@ -234,6 +242,7 @@ def format_storage(room: Disk, node: Host) -> str:
     """Disk, and the memory of a node."""
     kept = "all are kept" if room.checkpoints_kept is None else f"{room.checkpoints_kept} kept, 1 being written"
     adapter = f", adapter {gib(room.adapter)}" if room.adapter else ""
+    adapter += f", weights for the server {gib(room.rollouts)}" if room.rollouts else ""
     lines = [
         f"disk       {gib(room.total)} GiB: checkpoints {gib(room.checkpoint)} each ({kept}), export "
         f"{gib(room.export)}{adapter}"

@@ -84,9 +84,8 @@ class Sampler:
 
     def _gather(self, mine: list[Sampled]) -> list[Sampled]:
         """All ranks' completions, in order of rank; ranks of a tensor parallel group have sampled the same."""
-        own = [(s.token_ids, s.log_probabilities, s.entropy, s.ended.value) for s in mine]
-        each = self.world.gather(own)[:: self.world.size // self.world.tensor_group_count]
-        return [Sampled(ids, logs, entropy, Ended(ended)) for rank in each for ids, logs, entropy, ended in rank]
+        each = self.world.gather([s.as_json() for s in mine])[:: self.world.size // self.world.tensor_group_count]
+        return [Sampled.of_json(values) for rank in each for values in rank]
 
     def _score(self, examples: Examples, ids: NDArray[np.int64], sampled: Sequence[Sampled], step: int) -> Scores:
         kept = {int(example_id): examples.read_row(int(example_id)) for example_id in np.unique(ids)}
@@ -188,6 +187,7 @@ class Rollouts:
 
     def describe_files(self, step: int) -> dict[str, bytes]:
         """The files of a checkpoint after `step` steps: the rollouts that later steps are still to train on."""
+        self.sampler.engine.forget()
         if self._is_sampled_at(step) or step >= self.prompts.steps:
             return {}
         lines = (

@@ -93,6 +93,9 @@ class EmbeddedEngine:
         self._model.train(was_training)
         return sampled
 
+    def forget(self) -> None:
+        """Nothing: what is sampled follows from the weights."""
+
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         transformer: Any = unwrap(self._model)
         device, most = self._world.device, sampling.max_tokens

@@ -1,7 +1,7 @@
 """What samples completions, and what they are: tokens, log-probabilities and the reason of the end."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -30,6 +30,10 @@ class Request(NamedTuple):
         entropy = np.random.SeedSequence([*self.seed, *b"rollout"])
         return np.random.Generator(np.random.Philox(entropy)).random(tokens)
 
+    def draw_seed(self) -> int:
+        """A seed in int64, for a server that draws its own numbers."""
+        return int(np.random.SeedSequence([*self.seed, *b"rollout"]).generate_state(1, np.uint64)[0] >> 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -49,12 +53,24 @@ class Sampled:
     entropy: float  # nats, of those distributions, summed
     ended: Ended
 
+    def as_json(self) -> dict[str, Any]:
+        """What `of_json` reads."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"ended": self.ended.value}
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> Self:
+        """The completion that `as_json` has described."""
+        return cls(**{**values, "ended": Ended(values["ended"])})
+
 
 class Engine(Protocol):
     """Samples completions from the weights that are trained, as they are now."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         """A completion of each request, in order. All ranks call it, each with requests of its own."""
+
+    def forget(self) -> None:
+        """Drops what only a run that resumes from before the last checkpoint would need. The main rank calls it."""
 
 
 SMALLEST_DEVIATION = 1e-4  # added to a standard deviation that is divided by, as in TRL
@@ -115,7 +131,7 @@ class Rollout:
                 "completion": tokenizer.decode(each.token_ids),
                 "example_id": int(self.example_ids[i]),
                 "prompt_ids": self.prompts[i],
-                "sampled": asdict(each) | {"ended": each.ended.value},
+                "sampled": each.as_json(),
                 "scores": [None if np.isnan(score) else score for score in self.scores[i].tolist()],
                 "reward": None if np.isnan(self.rewards[i]) else float(self.rewards[i]),
                 "old": self.old[i] if self.old else None,
@@ -125,11 +141,10 @@ class Rollout:
     @classmethod
     def of_lines(cls, lines: Sequence[Mapping[str, Any]]) -> Self:
         """The rollout that `describe_lines` has described."""
-        sampled = [Sampled(**line["sampled"] | {"ended": Ended(line["sampled"]["ended"])}) for line in lines]
         return cls(
             example_ids=np.array([line["example_id"] for line in lines], np.int64),
             prompts=[line["prompt_ids"] for line in lines],
-            sampled=sampled,
+            sampled=[Sampled.of_json(line["sampled"]) for line in lines],
             scores=np.array([line["scores"] for line in lines], np.float64).reshape(len(lines), -1),
             rewards=np.array([line["reward"] for line in lines], np.float64),
             old=[line["old"] for line in lines if line["old"] is not None],

@@ -51,10 +51,12 @@ def make_objectives(
     inputs: Mapping[str, str],
     signals: SignalListener,
     world: World,
+    folder: Path | None = None,
 ) -> Objectives:
     """What the run minimizes, and what is measured on held-out data. All ranks call it.
 
     `model` still has the weights that training starts with, a method's reference. `inputs`: of `fingerprint_inputs`.
+    `folder`: the run's, where it has one.
     """
     facts, teacher = recipe.method_facts, None
     if recipe.teacher is not None:
@@ -66,7 +68,7 @@ def make_objectives(
         if not facts.samples:
             return Objectives(Distillation(teacher), Distillation(teacher))
     if facts.samples:
-        return make_policy_objectives(model, recipe, data, world, teacher)
+        return make_policy_objectives(model, recipe, data, world, teacher, folder)
     if facts.rows == "answers":
         return Objectives(SFT, SFT)
     references = find_references(model, recipe, data, inputs, signals, world) if facts.needs_reference else None

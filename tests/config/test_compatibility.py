@@ -391,6 +391,11 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     ["max_num_gen_batches=3", "loss_type=reinforce++"],
                     "max_num_gen_batches drops groups whose rewards are all alike, from which reinforce++ still teaches",
                 ),
+                (["vllm_server_base_url=localhost:8000"], "localhost:8000 is no address; write it as http://"),
+                (
+                    ["vllm_server_base_url=http://a", LORA, "use_dora=true"],
+                    "use_dora cannot be combined with vllm_server_base_url: vLLM loads no such adapters; remove use_dora",
+                ),
                 (["top_p=0.9"], "top_p: no such key: completions are sampled from all of the vocabulary"),
             ]
         ),

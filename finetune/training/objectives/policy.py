@@ -16,12 +16,14 @@ from finetune.data.batches import MicroBatch, StepBatch, StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.world import World
+from finetune.errors import UserError
 from finetune.models.head.log_probabilities import head_log_probabilities
 from finetune.models.load import Teacher
 from finetune.rollout.collect import Rollouts, Sampler
 from finetune.rollout.embedded import EmbeddedEngine
-from finetune.rollout.engine import Rollout
+from finetune.rollout.engine import Engine, Rollout
 from finetune.rollout.rewards import Rewards
+from finetune.rollout.vllm import VllmEngine
 from finetune.training.objectives.preference import mean
 from finetune.training.objectives.sft import Measured, Objective, Objectives
 from finetune.training.reference import adapters_off, evaluating
@@ -287,15 +289,21 @@ def _score(model: nn.Module, world: World, head: Any, batch: StepBatch) -> list[
 
 
 def make_policy_objectives(
-    model: nn.Module, recipe: Recipe, data: PreparedData, world: World, teacher: Teacher | None
+    model: nn.Module, recipe: Recipe, data: PreparedData, world: World, teacher: Teacher | None, folder: Path | None
 ) -> Objectives:
     """The objective of a run that samples, with its engine and rewards; and that of held-out prompts.
 
-    `teacher`: or the reference, where it is a model of its own.
+    `teacher`: or the reference, where it is a model of its own. `folder`: the run's, where it has one.
     """
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
-    engine = EmbeddedEngine(model, world, stop_ids, recipe.rollout.per_device_generation_batch_size)
+    engine: Engine
+    if recipe.rollout.vllm_server_base_url is None:
+        engine = EmbeddedEngine(model, world, stop_ids, recipe.rollout.per_device_generation_batch_size)
+    elif folder is None:
+        raise UserError("vllm_server_base_url: the server reads weights from the run's folder; a session saves none")
+    else:
+        engine = VllmEngine(model, world, recipe, data.tokenizer, stop_ids, folder)
     sampler = Sampler(recipe, world, data.tokenizer, engine, Rewards(recipe.rollout), data.train.steps)
     head, other = partial(head_log_probabilities, temperature=recipe.method.temperature), None
     if teacher is not None:

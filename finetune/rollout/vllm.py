@@ -1,0 +1,219 @@
+"""The engine of a vLLM server: it gets the weights as files, and is asked over HTTP, token ids in and out.
+
+Weights have a name made of their values. A server that has weights of that name is not given them again, and what it
+has answered under that name is kept, so that a resumed run learns from the same completions: a server's depend on what
+else it computes beside them.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from torch import nn
+
+from finetune.checkpoint.manifest import MODEL
+from finetune.checkpoint.save import describe_model, write_shards
+from finetune.checkpoint.shards import get_model_state, list_shards, weighted_sum
+from finetune.config.layout import compute_dtype
+from finetune.config.schema import Recipe
+from finetune.distributed.collective import RankGroup
+from finetune.distributed.world import World
+from finetune.errors import UserError
+from finetune.export.export import export_source
+from finetune.export.publish import ExportOptions
+from finetune.export.source import open_source
+from finetune.files.durable import empty_folder, make_folder, write_file
+from finetune.files.http import send
+from finetune.files.run_json import append_json_lines, read_json_lines
+from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+
+FOLDER, WEIGHTS = "rollouts", "weights"  # of a run: what the server reads, and what it has answered
+ENDS = {"stop": Ended.STOPPED, "length": Ended.CUT}  # the protocol's finish_reason
+UNCHANGED = "default"  # the version of the weights that a server has started with
+# A server takes what a request does not say from the model's generation_config.json.
+WHOLE_DISTRIBUTION = {
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
+TOKENS = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
+START = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {} --logprobs-mode processed_logprobs"
+
+
+class VllmEngine:
+    """Completions of the vLLM server at `vllm_server_base_url`. Every rank asks for its own; the first hands over."""
+
+    def __init__(
+        self, model: nn.Module, world: World, recipe: Recipe, tokenizer: Any, stop_ids: Sequence[int], run_folder: Path
+    ) -> None:
+        self._model, self._world, self._recipe, self._stop_ids = model, world, recipe, sorted(stop_ids)
+        self._url = str(recipe.rollout.vllm_server_base_url).rstrip("/").removesuffix("/v1")
+        self._folder = run_folder.absolute() / FOLDER
+        self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
+        self._name, self._older = "", set[Path]()  # of the weights handed over last; folders of before the last save
+        self._served: str = RankGroup(world).on_main(self._check)
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
+        """A completion of each request. All ranks call it: together they hand over the weights where they are new."""
+        self._hand_over()
+        world, ranks = self._world, RankGroup(self._world)
+        is_first = world.rank % (world.size // world.tensor_group_count) == 0  # of those with the same requests
+        found: list[Sampled] = []
+        ranks.on_all(lambda: found.extend(self._answer(requests, sampling)) if is_first else None)
+        ranks.on_main(self._refuse_stale)
+        return found
+
+    def forget(self) -> None:
+        """Removes what was answered before the checkpoint before the one that is about to be published."""
+        for folder in self._older:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._older = {folder for folder in self._folder.glob("*") if folder.name != self._name}
+
+    def _check(self) -> str:
+        """What the server calls its model. Raises `UserError` where it cannot sample for this run."""
+        recipe, base = self._recipe, str(self._recipe.model.model_name_or_path)
+        try:
+            served = self._ask("/v1/models")["data"][0]
+            config = self._ask("/server_info?config_format=json")["vllm_config"]["model_config"]
+            version = self._ask("/weight_info")["weight_version"]
+        except UserError as error:
+            raise UserError(f"vllm_server_base_url: {error}; start vLLM 0.32 with {START.format(base)}") from None
+        except (KeyError, IndexError, TypeError):
+            raise UserError(f"vllm_server_base_url: {self._url}: does not answer as vLLM 0.32 does") from None
+        if served["root"] != base and Path(served["root"]).resolve() != Path(base).resolve():
+            raise UserError(f"vllm_server_base_url: {self._url}: serves {served['root']}, but {base} is trained")
+        if recipe.lora.use_peft and version != UNCHANGED:
+            raise UserError(
+                f"vllm_server_base_url: {self._url}: has the weights {version}, not those of {base}, over which "
+                "adapters are sampled; start it again"
+            )
+        if served["max_model_len"] < recipe.data.max_length:
+            raise UserError(
+                f"vllm_server_base_url: {self._url}: has room for {served['max_model_len']:,} tokens, but max_length "
+                f"is {recipe.data.max_length:,}; start it with --max-model-len {recipe.data.max_length}"
+            )
+        if config["logprobs_mode"] != "processed_logprobs" and recipe.method.temperature != 1:
+            raise UserError(
+                f"vllm_server_base_url: {self._url}: gives log-probabilities without the temperature of "
+                f"{recipe.method.temperature:g}; start it with --logprobs-mode processed_logprobs"
+            )
+        return str(served["id"])
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The server's answer, as JSON where it is that."""
+        content = send(self._url + path, body, self._recipe.rollout.vllm_server_timeout)
+        try:
+            return json.loads(content)
+        except ValueError:
+            return content.decode(errors="replace")
+
+    def _hand_over(self) -> None:
+        """Gives the server the weights as they are now, by the stream of an export, unless it has them."""
+        model, world, ranks = self._model, self._world, RankGroup(self._world)
+        shards = [each for each in list_shards(get_model_state(model), MODEL, world.stages) if each.is_first_copy]
+        sums = ranks.on_all(lambda: {f"{each.name} {each.offsets}": int(weighted_sum(each.tensor)) for each in shards})
+        found = json.dumps([sums, asdict(self._recipe.lora)], sort_keys=True, default=str)
+        self._name = f"{self._folder.parent.name}-{xxhash.xxh3_64_hexdigest(found.encode())}"
+        if ranks.on_main(self._is_served):
+            return
+        folder = self._folder / self._name
+        ranks.on_main(lambda: empty_folder(folder / MODEL))
+        ranks.on_all(lambda: write_shards(folder, shards, world))
+        ranks.on_main(lambda: self._load(folder))
+
+    def _is_served(self) -> bool:
+        version = self._ask("/weight_info")["weight_version"]
+        if not self._recipe.lora.use_peft:
+            return bool(version == self._name)
+        return version == UNCHANGED and self._name in [each["id"] for each in self._ask("/v1/models")["data"]]
+
+    def _load(self, folder: Path) -> None:
+        """Exports the shards of all ranks in `folder`, in the dtype that training computes in, and has them loaded."""
+        keys = self._recipe.model
+        for name, content in self._descriptions.items():
+            write_file(folder / name, [content])
+        is_adapter = self._recipe.lora.use_peft
+        source = open_source(folder / MODEL, base_model=keys.model_name_or_path if is_adapter else None, log=_silent)
+        options = ExportOptions(
+            dtype=compute_dtype(self._world.sharding, keys, self._recipe.lora),
+            verify=False,
+            overwrite=True,
+            model=not is_adapter,
+            trust_remote_code=keys.trust_remote_code,
+        )
+        weights = str(export_source(source, folder / WEIGHTS, options, _silent))
+        shutil.rmtree(folder / MODEL)
+        if is_adapter:
+            for each in self._ask("/v1/models")["data"]:
+                if Path(str(each["root"])).is_relative_to(self._folder):  # an earlier one of this run
+                    self._ask("/v1/unload_lora_adapter", {"lora_name": each["id"]})
+            self._ask("/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": weights})
+        else:
+            self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})
+            if not self._ask("/reset_prefix_cache", {})["success"]:
+                raise UserError(f"{self._url}: kept the keys and values of other weights; does another run use it?")
+            self._ask("/update_weight_version", {"new_version": self._name})
+        for other in self._folder.glob(f"*/{WEIGHTS}"):
+            if other.parent != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _refuse_stale(self) -> None:
+        """Raises `UserError` where the server has other weights than it was given."""
+        if not self._is_served():
+            raise UserError(
+                f"{self._url}: has other weights than {self._name}, which it was given for this step; was it started "
+                "again, or does another run use it?"
+            )
+
+    def _answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
+        """A completion of each request: as it was answered before under these weights, else by the server."""
+        folder, said = self._folder / self._name, [_name_request(each, sampling) for each in requests]
+        lines = (line for path in sorted(folder.glob("*.jsonl")) for line in read_json_lines(path) if line is not None)
+        known = {line["request"]: Sampled.of_json(line["sampled"]) for line in lines}
+        asked = {name: request for name, request in zip(said, requests, strict=True) if name not in known}
+        make_folder(folder)
+        with ThreadPoolExecutor(self._recipe.rollout.per_device_generation_batch_size) as pool:
+            answers = pool.map(lambda request: self._complete(request, sampling), asked.values())
+            for name, sampled in zip(asked, answers, strict=True):
+                known[name] = sampled
+                line = {"request": name, "sampled": sampled.as_json()}
+                append_json_lines(folder / f"answers-{self._world.rank:05d}.jsonl", [line])
+        return [known[name] for name in said]
+
+    def _complete(self, request: Request, sampling: Sampling) -> Sampled:
+        """The server's completion. Raises `UserError` for an answer that cannot be learned from."""
+        model = self._name if self._recipe.lora.use_peft else self._served
+        how = {"max_tokens": sampling.max_tokens, "temperature": 0 if sampling.greedy else sampling.temperature}
+        body = {"model": model, "prompt": list(request.prompt_ids), "stop_token_ids": self._stop_ids, **how}
+        answer = self._ask("/v1/completions", body | TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()})
+        try:
+            choice = answer["choices"][0]
+            ids, ended = list(map(int, choice["token_ids"])), ENDS[choice["finish_reason"]]
+            logs = list(map(float, choice["logprobs"]["token_logprobs"]))
+        except (KeyError, IndexError, TypeError, ValueError):
+            said = json.dumps(answer)[:200]
+            raise UserError(f"{self._url}: a completion without token_ids, logprobs or its end: {said}") from None
+        if len(ids) != len(logs) or not ids or not np.isfinite(logs).all():
+            raise UserError(f"{self._url}: {len(ids)} tokens with {int(np.isfinite(logs).sum())} log-probabilities")
+        if ended is Ended.CUT and len(ids) != sampling.max_tokens:
+            raise UserError(f"{self._url}: a completion is cut after {len(ids)} of {sampling.max_tokens} tokens")
+        if ended is Ended.STOPPED and ids[-1] not in self._stop_ids:
+            raise UserError(f"{self._url}: a completion without its last token: it stopped after {ids[-1]}")
+        return Sampled(ids, logs, -float(sum(logs)), ended)  # an estimate of the entropy: the rest is not answered
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _name_request(request: Request, sampling: Sampling) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps([request, asdict(sampling)]).encode())
