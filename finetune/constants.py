@@ -13,6 +13,12 @@ IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's c
 ROUND_TOKENS = 64
 PROMPTS_AT_ONCE = 16  # read together before their completions are sampled
 
+# Of the probability ratios of sampled tokens: the borders of a histogram, and the metrics that hold its shares.
+RATIO_BORDERS = (0.5, 0.8, 0.9, 0.99, 0.999, 1.001, 1.01, 1.1, 1.25, 2.0)
+RATIO_SHARES = tuple(
+    f"ratio/share/{low}-{high}" for low, high in zip((0, *RATIO_BORDERS), (*RATIO_BORDERS, "inf"), strict=True)
+)
+
 # The widest head that flash attention takes; tokens of a block of the masks that flex_attention reads.
 LARGEST_FLASH_HEAD = 256
 BLOCK_TOKENS = 128

@@ -234,9 +234,8 @@ class Session:
 
     @cached_property
     def _loaded(self) -> Loaded:
-        recipe, world, data = self.recipe, self.world, self._data
+        recipe, world, data, folder = self.recipe, self.world, self._data, self._folder
         keys = recipe.quantization, recipe.optimization, self._vocabulary, recipe.quantization_aware
-        run = self.inputs, self.signals, world, self._folder
         with self.computing():
             model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
             if data is not None and data.report.is_complete and data.images is None and trains_tower(model):
@@ -246,8 +245,8 @@ class Session:
                 )
             optimizer = build_optimizer(model, recipe.optimization, world)
             check_training_forward(model, recipe.model, recipe.data, world)
-            objectives = make_objectives(model, recipe, data, *run) if data else None
-        return Loaded(model, size, optimizer, objectives)
+            objectives = data and make_objectives(model, recipe, data, self.inputs, self.signals, world, folder)
+        return Loaded(model, size, optimizer, objectives or None)
 
     @property
     def model(self) -> nn.Module:

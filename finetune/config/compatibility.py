@@ -166,6 +166,10 @@ MACHINE: tuple[Rule, ...] = (
         for name, package in TRACKERS.items()
     ),
     _package(
+        "a reward's package", ("rewards",), lambda c: "math_verify" in c["rewards"], "math_verify",
+        "rewards: math_verify", "use number", install="math-verify",
+    ),
+    _package(
         "bitsandbytes", LOAD_KEYS, is_quantized, "bitsandbytes", lambda c: c.load_key,
         "remove it and name an unquantized model", of_teacher=True,
     ),

@@ -12,6 +12,7 @@ from finetune.config.key_annotations import FileOrName, Positive, PythonName, Sa
 SHIPPED_REWARDS: Mapping[str, str] = {
     "exact_answer": "1 where the completion, without the white space around it, is the row's answer",
     "number": "1 where the last number of the completion is that of the row's answer",
+    "math_verify": "1 where math-verify finds the completion equal to the row's answer, a number or a formula",
     "format": "1 where the completion is <think>...</think><answer>...</answer>",
     "think_format": "1 where the completion begins with <think>...</think>",
     "length": "the share of max_completion_length that the completion leaves unused",

@@ -16,6 +16,7 @@ from markupsafe import Markup
 from finetune import __version__
 from finetune.config.methods import DEFAULT_METHOD
 from finetune.config.schema import leaves
+from finetune.constants import RATIO_SHARES
 from finetune.errors import UserError
 from finetune.files.run_json import benchmark_table, describe_models, find_divergence, losses_of
 from finetune.plan.plan import Plan
@@ -122,6 +123,7 @@ def _describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str]) -> 
         "questions": _pair_answers(questions),
         "prompts": _pair_answers(asked),
         "sampled": _page_completions(run.completions),
+        "ratios": _ratio_histogram(run),
         "benchmarks": benchmark_table(run.benchmarks) if run.benchmarks else None,
         "benchmarks_note": describe_models(run.benchmarks),
         "findings": findings,
@@ -227,6 +229,20 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
     notes = [f"at steps {steps[0]} and {steps[-1]}"] if len(steps) > 1 else []
     notes += [f"the first {len(shown)} of {len(by_prompt)}"] if hidden > 0 else []
     return shown, "; ".join(notes)
+
+
+def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
+    """(a range of probability ratios, the % of tokens in it in the first and last tenth of the run and in all of it,
+    each as a text and as the length of a bar); empty where the method samples nothing."""
+    series = [[value for _, value in run.series(name)] for name in RATIO_SHARES]
+    count = min(map(len, series))
+    tenth = max(1, count // 10)
+    found = []
+    for name, values in zip(RATIO_SHARES, series, strict=True) if count else ():
+        means = [100 * sum(part) / len(part) for part in (values[:tenth], values[-tenth:], values)]
+        said = name.rpartition("/")[2].replace("-", " to ")
+        found.append((said, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
+    return found
 
 
 def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, str]]]]:

@@ -36,6 +36,16 @@ def has_number(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> l
     return [float((found := _last_number(text_of(each))) is not None and found == _last_number(a)) for each, a in pairs]
 
 
+def is_equal(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float | None]:
+    """1 where math-verify finds the completion equal to the answer; nothing where it cannot read the answer."""
+    from math_verify import parse, verify
+
+    # Their time limits would end that of the rewards, which is the same signal's.
+    read = [parse(text, parsing_timeout=None) for text in (*answer, *map(text_of, completions))]
+    pairs = zip(read[: len(answer)], read[len(answer) :], strict=True)
+    return [float(verify(right, each, timeout_seconds=None)) if right else None for right, each in pairs]
+
+
 def has_format(completions: Sequence[Any], **_: Any) -> list[float]:
     """1 where the completion is reasoning and then an answer, each once in its tags.
 
@@ -77,9 +87,10 @@ def _last_number(text: str) -> float | None:
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
-FUNCTIONS: Mapping[str, Callable[..., list[float]]] = {
+FUNCTIONS: Mapping[str, Callable[..., Sequence[float | None]]] = {
     "exact_answer": is_exact,
     "number": has_number,
+    "math_verify": is_equal,
     "format": has_format,
     "think_format": thinks_first,
     "length": leaves_room,

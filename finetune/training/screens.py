@@ -244,7 +244,20 @@ def last_screen(folder: Path, last_step: int) -> list[str]:
     """The last screen of a run: whether it diverged, and where its results are."""
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
     warning = [f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}"] if diverged else []
-    return [*warning, results_line(folder)]
+    return [*warning, *_ratios_line(folder), results_line(folder)]
+
+
+def _ratios_line(folder: Path) -> list[str]:
+    """How far sampling and training were apart, in a run that samples: means over its logged steps."""
+    lines = [line for line in read_json_lines(folder / METRICS) if line is not None and "ratio/outside" in line]
+    if not lines:
+        return []
+    names = ("ratio/outside", "log_ratio/mean_square", "ratio/effective_sample_size")
+    outside, square, size = (sum(line.get(name, math.nan) for line in lines) / len(lines) for name in names)
+    return [
+        f"ratios  of training to sampling: {outside:.2%} of the tokens outside the bounds, mean squared log-ratio "
+        f"{square:.2g}, effective sample size {size:.1%}"
+    ]
 
 
 def results_line(folder: Path) -> str:

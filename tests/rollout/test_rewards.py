@@ -71,6 +71,25 @@ def test_functions_get_what_trl_gives_and_only_what_they_take(tmp_path: Path) ->
     assert found.failures == 0
 
 
+def test_math_verify_compares_numbers_and_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own time limits, by the same signal as ours, are off: a function after it is still stopped."""
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(
+        "tests.rollout.test_rewards.COMPLETIONS", ["so \\boxed{\\frac{1}{2}}", "b", "$1+x^2$", "no idea"]
+    )
+    keys = Rollout(rewards=("math_verify",))
+    rewards = Rewards(keys)
+    answers = ["0.5", "#### 3", "$x^2+1$", "none"]
+    try:
+        found = rewards.score(["p"] * 4, COMPLETIONS, [[1]] * 4, {"answer": answers}, {"global_step": 0})
+    finally:
+        rewards.close()
+    assert found.by_function == [[1.0, 0.0, 1.0, None]]
+    with pytest.raises(UserError, match="hangs, a reward: TimeoutError: took more than reward_timeout_seconds"):
+        monkeypatch.setattr("tests.rollout.test_rewards.COMPLETIONS", ["b", "b", "ccc"])
+        ask(tmp_path, "math_verify", "hangs", reward_timeout_seconds=4.0)
+
+
 @pytest.mark.slow  # TRL's own function
 def test_overlong_completions_are_punished_as_by_trl() -> None:
     other_rewards = pytest.importorskip("trl.rewards")

@@ -14,6 +14,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from finetune.constants import RATIO_BORDERS, RATIO_SHARES
+from finetune.training.screens import last_screen
 from tests.conftest import make_chat, make_model
 from tests.ranks import launch_ranks, run_python
 from tests.training import online_papers
@@ -159,6 +161,7 @@ def test_the_ratio_between_sampler_and_trainer_is_one(
         assert 0 < line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5
         assert line["log_ratio/max"] >= line["log_ratio/mean"]
         assert line["ratio/effective_sample_size"] == pytest.approx(1, abs=1e-6) and line["clip_ratio"] == 0
+        assert line["ratio/share/0.999-1.001"] == 1 and line["ratio/outside"] == 0
 
 
 @pytest.mark.parametrize("mode", ["packed", "padded"])
@@ -308,7 +311,19 @@ def test_later_updates_on_the_same_completions_are_those_of_a_plain_loop(again: 
         assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-3), step["step"]
         ratios = torch.cat([(n - o).exp() for n, o in zip(new, old, strict=True)])
         assert step["ratio/mean"] == pytest.approx(ratios.mean().item(), rel=1e-4)
+        assert step["ratio/outside"] == pytest.approx(
+            ((ratios < 0.8) | (ratios > 1.2)).double().mean().item(), abs=1e-6
+        )
+        borders = torch.tensor([0, *RATIO_BORDERS, torch.inf])
+        shares = torch.histogram(ratios.detach().float(), borders.float()).hist / len(ratios)
+        assert [step[name] for name in RATIO_SHARES] == pytest.approx(shares.tolist(), abs=1e-6)
     assert step["step"] == 3 and step["clip_ratio"] > 0.05 and step["log_ratio/mean"] > 0.05
+    assert step["ratio/outside"] > step["clip_ratio"]
+    said = last_screen(again, 3)[0]
+    outside = sum(line["ratio/outside"] for line in steps_of(again)) / 3
+    assert said.startswith(
+        f"ratios  of training to sampling: {outside:.2%} of the tokens outside the bounds, mean squared"
+    )
 
 
 def test_inspect_reads_the_completions_of_a_checkpoint(again: Path, recipes: dict[str, Path]) -> None:
@@ -358,6 +373,8 @@ def test_the_report_shows_what_was_sampled_and_its_rewards(runs: Callable[..., P
     of_size = page[page.index("Effective sample size") :]
     labels = re.findall(r">([\d.]+)</span>", of_size[: of_size.index("</figure>")])
     assert labels[:6] == ["0", "20", "40", "60", "80", "100"]
+    shares = re.findall(r'<i style="width:([\d.]+)%"></i>', page)
+    assert len(shares) == 3 * len(RATIO_SHARES) and shares.count("100.0") == 3, shares
     for title in (
         "Reward",
         "Groups without signal",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from finetune.config.methods import POLICY_LOSSES
 from finetune.config.schema import Recipe
+from finetune.constants import RATIO_BORDERS, RATIO_SHARES
 from finetune.data.batches import MicroBatch, StepBatch, StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import end_of_answer_ids
@@ -170,16 +171,21 @@ class PolicyObjective(Objective):
             return theirs - old, old - theirs
         return 0.0, (theirs - found).exp() - (theirs - found) - 1
 
-    def _clipped(self, ratios: Tensor, advantages: Tensor, completions: Completions) -> Tensor:
-        """The share of ratios that are outside the bounds, so that the loss has no gradient there."""
+    def _is_outside(self, ratios: Tensor) -> Tensor:
+        """Whether ratios are outside the bounds, whatever their advantages."""
         keys = self.recipe.rollout
         high = keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
+        if POLICY_LOSSES[self.recipe.method.loss_type].bound == "weight":
+            return ratios > high
+        return (ratios < 1 - keys.epsilon) | (ratios > 1 + high)
+
+    def _clipped(self, ratios: Tensor, advantages: Tensor, completions: Completions) -> Tensor:
+        """The share of ratios that are outside the bounds, so that the loss has no gradient there."""
         is_of_tokens = len(ratios) == len(completions.of)
         advantages = advantages[completions.of] if is_of_tokens else advantages
-        if POLICY_LOSSES[self.recipe.method.loss_type].bound == "weight":
-            outside = ratios > high
-        else:
-            outside = ((ratios < 1 - keys.epsilon) & (advantages < 0)) | ((ratios > 1 + high) & (advantages > 0))
+        outside = self._is_outside(ratios)
+        if POLICY_LOSSES[self.recipe.method.loss_type].bound == "surrogate":  # what is bad may grow, and good shrink
+            outside = outside & ((ratios - 1) * advantages > 0)
         return mean(outside.double(), completions.is_trained if is_of_tokens else None)
 
     def _describe(
@@ -187,7 +193,9 @@ class PolicyObjective(Objective):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Metrics and maxima of a micro-batch: the same names for every one, fillers included."""
         where, keys = completions.is_trained, self.recipe.rollout
-        off = torch.where(where, log_ratios, 0.0).abs()
+        off, ratios = torch.where(where, log_ratios, 0.0).abs(), log_ratios.exp()
+        below = torch.stack([ratios > border for border in RATIO_BORDERS]).sum(0)  # how many borders are
+        shares = (below == torch.arange(len(RATIO_SHARES), device=below.device)[:, None]).double()
         known = ~rollout["rewards"].isnan()
         zero = log_ratios.new_zeros(2)
         metrics = {
@@ -200,8 +208,10 @@ class PolicyObjective(Objective):
             "entropy": torch.stack([rollout["entropies"].double().sum(), rollout["tokens"].double().sum()]),
             "log_ratio/mean": mean(off, where),
             "log_ratio/mean_square": mean(off.square(), where),
-            "ratio/mean": mean(log_ratios.exp(), where),
+            "ratio/mean": mean(ratios, where),
             "ratio/mean_square": mean((2 * log_ratios).exp(), where),
+            "ratio/outside": mean(self._is_outside(ratios).double(), where),
+            **{name: mean(share, where) for name, share in zip(RATIO_SHARES, shares, strict=True)},
             "clip_ratio": zero,
             **({} if self.other is None else {"kl": zero}),
             **({} if keys.importance_sampling_correction == "none" else dict.fromkeys(CORRECTED, zero)),
