@@ -159,7 +159,8 @@ def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) 
     except ChildFailedError as error:
         rank, code = _find_cause({rank: failure.exitcode for rank, failure in error.failures.items()})
         if code not in REPORTED:
-            print(f"rank {rank} was the first to end, {_describe_end(code)}", file=sys.stderr, flush=True)
+            resumes = "the same command resumes from the last checkpoint, if one was saved"
+            print(f"rank {rank} was the first to end, {_describe_end(code)}; {resumes}", file=sys.stderr, flush=True)
         return code if code > 0 else 128 - code
     return 0
 

@@ -144,9 +144,10 @@ def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> N
     assert lines[-1].endswith("codes [0, 2, 75, 1, 7, 137]"), finished.stderr
     cores = int(lines[-1].split()[1])
     assert sorted(lines[:2]) == [f"threads {max(1, cores // 2)} rank {rank}" for rank in range(2)]
+    resumes = "the same command resumes from the last checkpoint, if one was saved"
     assert finished.stderr.splitlines() == [  # the ranks have reported the rest themselves
-        "rank 1 was the first to end, with exit code 7",
-        "rank 1 was the first to end, by SIGKILL (often because the machine ran out of memory)",
+        f"rank 1 was the first to end, with exit code 7; {resumes}",
+        f"rank 1 was the first to end, by SIGKILL (often because the machine ran out of memory); {resumes}",
     ]
 
 
