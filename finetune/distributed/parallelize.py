@@ -263,6 +263,13 @@ def gathered(module: nn.Module) -> Iterator[None]:
         module.reshard()
 
 
+def list_groups(unit: FSDPModule) -> list[Any]:
+    """The groups of parameters that one unit of FSDP2 gathers at once; torch before 2.13 has at most one."""
+    state: Any = unit._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
 @contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
     """Gathers all parameters under FSDP2, in the compute dtype, and keeps them for the block. All ranks enter it.
@@ -270,10 +277,10 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
     Forwards within it meet no other rank, so that each rank may run as many as it needs.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    states = [(unit, unit._get_fsdp_state()) for unit in units]
+    states = [(unit, unit._get_fsdp_state(), list_groups(unit)) for unit in units]
     before = [
-        (state._auto_reshard_after_forward, [group.post_forward_mesh_info for group in state._fsdp_param_groups])
-        for _, state in states
+        (state._auto_reshard_after_forward, [group.post_forward_mesh_info for group in groups])
+        for _, state, groups in states
     ]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -281,9 +288,9 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for (unit, state), (is_auto, infos) in zip(states, before, strict=True):
+        for (unit, state, groups), (is_auto, infos) in zip(states, before, strict=True):
             state._auto_reshard_after_forward = is_auto
-            for group, info in zip(state._fsdp_param_groups, infos, strict=True):
+            for group, info in zip(groups, infos, strict=True):
                 group.post_forward_mesh_info = info
             unit.reshard()
 

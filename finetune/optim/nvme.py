@@ -22,7 +22,7 @@ from finetune.config.optimizers import OPTIMIZERS, count_offloaded_bytes
 from finetune.config.schema import Optimization
 from finetune.constants import COMPUTE_DTYPE
 from finetune.distributed.collective import RankGroup
-from finetune.distributed.parallelize import decoder_layers, local_part, unwrap
+from finetune.distributed.parallelize import decoder_layers, list_groups, local_part, unwrap
 from finetune.distributed.world import World
 from finetune.optim.scratch_file import ScratchFile, align, allocate_aligned, open_scratch_file
 
@@ -34,7 +34,7 @@ def take_master_weights(model: nn.Module, dtype: torch.dtype, take: Callable[[nn
     One after another, so that no two copies of the model exist. What FSDP2 gathers is bit for bit what it would have
     cast from the fp32 shard, and a gradient keeps the dtype that it had. Call it before the first forward.
     """
-    for group in _list_groups(model):
+    for group in _groups_of(model):
         kept = set()
         for held in group.fsdp_params:
             held.reset_sharded_param()  # weights that are tied were tied again after sharding
@@ -62,14 +62,12 @@ def _keep_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
     group._init_mp_dtypes = look_up_and_keep
 
 
-def _list_groups(model: nn.Module) -> Iterator[Any]:
+def _groups_of(model: nn.Module) -> Iterator[Any]:
     """FSDP2's groups of parameters, each once: a group may lie over several modules."""
     seen: set[int] = set()
     for module in model.modules():
-        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        groups = () if state is None else getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            if group is not None and id(group) not in seen:
+        for group in list_groups(module) if isinstance(module, FSDPModule) else ():
+            if id(group) not in seen:
                 seen.add(id(group))
                 yield group
 

@@ -23,7 +23,7 @@ from finetune.config.schema import Data, Lora, Model, Optimization, Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.gradients import clip_gradients
-from finetune.distributed.parallelize import count_wrapped_units, decoder_layers
+from finetune.distributed.parallelize import count_wrapped_units, decoder_layers, list_groups
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.files.tensors import read, read_folder
@@ -67,8 +67,8 @@ def ours(folder: str, world: World, steps: int) -> tuple[torch.nn.Module, torch.
 def overlapped(model: torch.nn.Module) -> dict[str, Any]:
     """Whether reductions have a process group of their own, and how many layers each layer gathers ahead."""
     states = [layer._get_fsdp_state() for layer in decoder_layers(model)]  # type: ignore[operator]
-    meshes = [group.mesh_info for state in states for group in state._fsdp_param_groups]
-    own = [m.reduce_scatter_process_group not in (None, m.shard_process_group) for m in meshes]
+    meshes = [group.mesh_info for layer in decoder_layers(model) for group in list_groups(layer)]
+    own = [getattr(m, "reduce_scatter_process_group", None) not in (None, m.shard_process_group) for m in meshes]
     return {"own_group": own, "gathered_ahead": [len(state._states_to_forward_prefetch) for state in states]}
 
 

@@ -88,7 +88,7 @@ def backward(model: Any) -> Tensor:
 def test_gradients_are_the_same_bit_for_bit_and_the_device_holds_one_layer(
     keeps: Any, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 0)  # the statistics of a short document too
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)  # the statistics of a short document too
     plain, ours = build(keeps, **keys), build(keeps, ActivationOffload(NumpyCopies()), **keys)
     assert torch.equal(backward(plain), backward(ours))
     assert torch.equal(backward(plain), backward(ours)), "a second time, as in the next step"

@@ -192,7 +192,9 @@ def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
     """Causal attention in each document: query [rows, heads, tokens, size] -> [rows, tokens, heads, size]."""
-    chunk, options = options.chunk, options._replace(chunk=None)
+    chunk = options.chunk
+    if chunk is not None:  # dynamo of torch 2.11 hands an empty tuple on for a replaced one
+        options = options._replace(chunk=None)
     if chunk is not None and chunk < (documents.longest or query.shape[2]):
         if documents.boundaries is not None:
             documents = cut_documents(documents, chunk)
