@@ -71,7 +71,7 @@ class Rollout:
         "How often a step may sample until it has global_batch_size groups whose rewards differ: groups without signal "
         "are dropped, and other prompts take their places (DAPO's dynamic sampling). 1: none is dropped."] = 1
     per_device_generation_batch_size: Annotated[Positive,
-        "Completions that a rank samples at once; when one ends, the next takes its place. Sets the memory of the "
+        "Completions that a rank samples at once; the next begin when all of these have ended. Sets the memory of the "
         "key-value cache."] = 64
     vllm_server_base_url: Annotated[str | None,
         "A vLLM server that samples in place of the model in training, such as http://localhost:8000. It reads the "

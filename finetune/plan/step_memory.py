@@ -235,7 +235,7 @@ SAMPLED_BYTES = 28  # of a logit that is sampled from: it, log-probability and p
 def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
     """While completions are sampled, with all parameters gathered; None where none are, or a server samples them.
 
-    Of its moments the largest: a token is drawn, or computed, a row leaves the full cache, prompts are read.
+    Of its moments the largest: a token is drawn, or computed, prompts move into the last layer's cache, or are read.
     """
     if not spec.recipe.samples_itself:
         return None
@@ -244,13 +244,14 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
     prompts, tokens = -(-rows // keys.num_generations), length - keys.max_completion_length
     some = min(prompts, PROMPTS_AT_ONCE)
     forward = _forward(spec, at_rest, "completions sampled", some * tokens)
-    masks = some * tokens**2 * (1 + run.itemsize)  # which tokens see each other, and as numbers that are added
-    scores = 3 * FP32 * rows * a.heads * length
+    # Which tokens see each other, and as numbers that are added; none where prompts are packed.
+    masks = 0 if spec.recipe.model.attn_implementation == "auto" else some * tokens**2 * (1 + run.itemsize)
+    scores = 2 * FP32 * rows * a.heads * length
     cache, logits = kv_cache_bytes(spec, rows * length), rows * a.vocabulary * FP32
     moments = (
         (cache, rows * a.vocabulary * SAMPLED_BYTES),
         (cache + rows * evaluation_bytes(a, run) + scores, logits),
-        (cache + cache // a.layers, logits),  # a layer without the row that has ended, beside the old one
+        (cache + kv_cache_bytes(spec, (prompts + rows) * tokens) // a.layers, logits),
         (kv_cache_bytes(spec, prompts * tokens) + forward.activations + masks, some * a.vocabulary * FP32),
     )
     activations, loss = max(moments, key=sum)

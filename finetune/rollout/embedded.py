@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -12,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from finetune.constants import PROMPTS_AT_ONCE
 from finetune.distributed.parallelize import keep_gathered, unwrap
 from finetune.distributed.world import World
+from finetune.models.attention.documents import NAME as PACKED
 from finetune.pretrained_config import text_config_of
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
@@ -22,46 +24,45 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
     def __init__(self, tokens: int) -> None:
         super().__init__()
         self._tokens = tokens
-        self._reserved: list[Tensor] = []  # of keys and values, [rows, heads, tokens, head size]
+        self._reserved: tuple[Tensor, ...] = ()  # keys and values, [rows, heads, tokens, head size]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Adds tokens; returns the keys and values of all so far."""
         first = self.get_seq_length()
-        end = first + key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._reserved = [self._reserve(states, states.shape[0]) for states in (key_states, value_states)]
+            (rows, heads), size = key_states.shape[:2], key_states.shape[3]
+            # The keys' tokens lie side by side in memory: the product with one query reads them faster.
+            keys = key_states.new_empty(rows, heads, size, self._tokens).transpose(2, 3)
+            self._reserved = keys, value_states.new_empty(rows, heads, self._tokens, value_states.shape[3])
+        end = first + key_states.shape[2]
         for reserved, states in zip(self._reserved, (key_states, value_states), strict=True):
             reserved[:, :, first:end] = states
-        self.keys, self.values = (reserved[:, :, :end] for reserved in self._reserved)
-        return self.keys, self.values
+        self._show(end)
+        return (self.keys, self.values) if first else (key_states, value_states)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keeps the rows `beam_idx`, in that order; one may come more than once."""
-        length = self.get_seq_length()
-        kept = [self._reserve(reserved, len(beam_idx)) for reserved in self._reserved]
-        for new, reserved in zip(kept, self._reserved, strict=True):
-            new[:, :, :length] = reserved[beam_idx, :, :length]
-        self._reserved = kept
-        self.keys, self.values = (reserved[:, :, :length] for reserved in kept)
+        """Keeps the rows `beam_idx`, in that order. Only those that move are copied, unless they become more."""
+        rows, length = len(beam_idx), self.get_seq_length()
+        if rows > len(self.keys):
+            self._reserved = tuple(reserved[beam_idx] for reserved in self._reserved)
+        else:
+            moved = (beam_idx != torch.arange(rows, device=beam_idx.device)).nonzero().squeeze(1)
+            for reserved in self._reserved:
+                reserved[moved] = reserved[beam_idx[moved]]
+            self._reserved = tuple(reserved[:rows] for reserved in self._reserved)
+        self._show(length)
 
-    def fill(self, parts: Sequence["ReservedLayer"], rows: Tensor, length: int) -> None:
-        """Takes `rows` of `parts`, whose rows are counted through; all end at `length` tokens."""
-        first = parts[0]
-        self.lazy_initialization(first.keys, first.values)
-        self._reserved = [self._reserve(like, len(rows)) for like in (first.keys, first.values)]
-        before = 0
-        for part in parts:
-            count, tokens = part.keys.shape[0], part.keys.shape[2]
-            of_part = ((rows >= before) & (rows < before + count)).nonzero().squeeze(1)
-            for reserved, states in zip(self._reserved, (part.keys, part.values), strict=True):
-                reserved[of_part, :, : length - tokens] = 0  # masked, but not if it were nan
-                reserved[of_part, :, length - tokens : length] = states[rows[of_part] - before]
-            before += count
+    def fill(self, parts: Sequence[DynamicLayer], places: Tensor) -> None:
+        """Takes the tokens `places` (int64[rows, tokens]) of `parts`, counted through all of their rows."""
+        keys, values = (
+            torch.cat([states.transpose(0, 1).flatten(1, 2) for states in each], 1)[:, places].transpose(0, 1)
+            for each in ([part.keys for part in parts], [part.values for part in parts])
+        )
+        self.update(keys, values)
+
+    def _show(self, length: int) -> None:
         self.keys, self.values = (reserved[:, :, :length] for reserved in self._reserved)
-
-    def _reserve(self, like: Tensor, rows: int) -> Tensor:
-        return like.new_empty(rows, like.shape[1], self._tokens, like.shape[3])
 
 
 def make_cache(config: Any, tokens: int) -> DynamicCache:
@@ -99,9 +100,8 @@ class EmbeddedEngine:
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         transformer: Any = unwrap(self._model)
         device, most = self._world.device, sampling.max_tokens
-        longest = max(len(request.prompt_ids) for request in requests)
-        cache = make_cache(text_config_of(transformer.config), longest + most)
-        mask, logits = self._read_prompts(transformer, cache, requests)
+        cache, mask, positions, logits = _read_prompts(transformer, requests, most, device)
+        longest = mask.shape[-1] - most
         uniforms = torch.from_numpy(np.stack([request.draw_uniforms(most) for request in requests])).to(device)
         tokens = torch.zeros(len(requests), most, dtype=torch.int64, device=device)
         found = torch.zeros(2, len(requests), most, device=device)  # log-probabilities, entropies
@@ -116,57 +116,86 @@ class EmbeddedEngine:
                 ended = alive[ends].cpu()
                 lengths[ended], stopped[ended] = step + 1, True
                 going = (~ends).nonzero().squeeze(1)
-                alive, drawn, mask = alive[going], drawn[going], mask[going]
-                if not len(alive):
+                if not len(going):
                     break
-                cache.reorder_cache(going)
+                kept = torch.arange(len(going), device=device)  # the last rows move to where others have ended
+                kept[ends[: len(going)]] = going[going >= len(going)]
+                alive, drawn, mask, positions = (each[kept] for each in (alive, drawn, mask, positions))
+                cache.reorder_cache(kept)
             if step + 1 < most:
-                mask = torch.cat((mask, mask.new_ones(len(alive), 1)), 1)
-                positions = mask.sum(1, keepdim=True) - 1
-                logits = _forward(transformer, drawn[:, None], mask, positions, cache)
+                seen = mask[..., : longest + step + 1]
+                logits = _forward(transformer, cache, drawn[:, None], positions + step, attention_mask=seen)
         on_host = zip(tokens.cpu(), found[0].cpu(), found[1].sum(1).tolist(), lengths.tolist(), stopped, strict=True)
         return [
             Sampled(ids[:n].tolist(), logs[:n].tolist(), entropy, Ended.STOPPED if stop else Ended.CUT)
             for ids, logs, entropy, n, stop in on_host
         ]
 
-    def _read_prompts(
-        self, transformer: Any, cache: DynamicCache, requests: Sequence[Request]
-    ) -> tuple[Tensor, Tensor]:
-        """Fills the cache. Returns the mask int64[requests, tokens] and the logits after each prompt.
 
-        Prompts of similar length are read together, so that little is padding, where the cache can be joined.
-        """
-        device, config = self._world.device, text_config_of(transformer.config)
-        prompts = sorted(dict.fromkeys(request.prompt_ids for request in requests), key=len)
-        longest, is_plain = len(prompts[-1]), all(isinstance(layer, ReservedLayer) for layer in cache.layers)
-        number = {prompt: index for index, prompt in enumerate(prompts)}
-        of_request = torch.tensor([number[request.prompt_ids] for request in requests], device=device)
-        size = PROMPTS_AT_ONCE if is_plain else len(prompts)
-        parts, logits = [], []
-        for start in range(0, len(prompts), size):
-            some = prompts[start : start + size]
-            ids, mask = (_pad_left(rows, device) for rows in (some, [[1] * len(prompt) for prompt in some]))
-            parts.append(make_cache(config, ids.shape[1]) if is_plain else cache)
-            logits.append(_forward(transformer, ids, mask, (mask.cumsum(1) - 1).clamp(min=0), parts[-1]))
-        if is_plain:
-            for layer in cache.layers:
-                layer.fill([part.layers.pop(0) for part in parts], of_request, longest)
-        else:
-            cache.reorder_cache(of_request)
-        return _pad_left([[1] * len(prompt) for prompt in prompts], device)[of_request], torch.cat(logits)[of_request]
+def _read_prompts(
+    transformer: Any, requests: Sequence[Request], most: int, device: torch.device
+) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+    """Reads each prompt once, and gives each request a row of the cache that ends with the last token of its prompt.
+
+    Returns:
+        The cache; the attention mask of the prompts and `most` more tokens, int64[requests, tokens] or
+        bool[requests, 1, 1, tokens]; the position of each next token, int64[requests, 1]; the logits after each prompt.
+    """
+    prompts = sorted(dict.fromkeys(request.prompt_ids for request in requests), key=len)
+    number = {prompt: index for index, prompt in enumerate(prompts)}
+    of_request = torch.tensor([number[request.prompt_ids] for request in requests], device=device)
+    lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+    longest, config = len(prompts[-1]), text_config_of(transformer.config)
+    mask = (torch.arange(longest + most, device=device) >= longest - lengths)[of_request]
+    cache = make_cache(config, longest + most)
+    is_plain = all(isinstance(layer, ReservedLayer) for layer in cache.layers)
+    packs = is_plain and config._attn_implementation == PACKED
+    if is_plain:  # some at once, of similar length
+        some = [prompts[start : start + PROMPTS_AT_ONCE] for start in range(0, len(prompts), PROMPTS_AT_ONCE)]
+        parts = [DynamicCache(config=config) for _ in some]
+        read = [_read(transformer, *each, device, packs) for each in zip(parts, some, strict=True)]
+        logits = torch.cat([found for found, _ in read])
+        ends = torch.cat([sizes for _, sizes in read]).cumsum(0)[:, None]
+        # What is before a prompt is masked, but it must not be nan: its first token stands there.
+        tokens = (ends + torch.arange(-longest, 0, device=device)).maximum(ends - lengths)
+        for layer in cache.layers:
+            layer.fill([part.layers.pop(0) for part in parts], tokens[of_request])
+    else:
+        logits, _ = _read(transformer, cache, prompts, device, packs)
+        cache.reorder_cache(of_request)
+    return cache, mask[:, None, None] if packs else mask.long(), lengths[of_request], logits[of_request]
 
 
-def _pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
+def _read(
+    transformer: Any, cache: DynamicCache, prompts: Sequence[Sequence[int]], device: torch.device, packs: bool
+) -> tuple[Tensor, Tensor]:
+    """Reads prompts into `cache`: all in one packed row, as training reads them, or each in a padded one.
+
+    Returns:
+        The logits after each; int64[prompts]: the tokens that each has in the cache, padding before it included.
+    """
+    lengths = tuple(map(len, prompts))
+    sizes = torch.tensor(lengths if packs else [max(lengths)] * len(lengths), device=device)
+    if packs:
+        ids = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+        ends = sizes.cumsum(0)
+        keys: dict[str, Any] = {"use_cache": False, "logits_to_keep": ends - 1, "packed_lengths": lengths}
+        keys |= {"cu_seq_lens": F.pad(ends, (1, 0)).int(), "max_document_length": max(lengths)}
+    else:
+        ids, mask = (
+            torch.tensor([[0] * (max(lengths) - len(row)) + list(row) for row in rows], device=device)
+            for rows in (prompts, [[1] * length for length in lengths])
+        )
+        positions, keys = (mask.cumsum(1) - 1).clamp(min=0), {"attention_mask": mask}
+    return _forward(transformer, cache, ids, positions, **keys), sizes
 
 
-def _forward(transformer: Any, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-    """fp32[rows, vocabulary]: the logits after the last token of each row."""
-    keys = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-    logits: Tensor = transformer(input_ids=ids, attention_mask=mask, position_ids=positions, **keys).logits
-    return logits[:, -1].float()
+def _forward(transformer: Any, cache: DynamicCache, ids: Tensor, positions: Tensor, **keys: Any) -> Tensor:
+    """fp32[rows, vocabulary]: the logits after the last token of each row, or those of one row to keep."""
+    keys = {"use_cache": True, "logits_to_keep": 1} | keys
+    logits: Tensor = transformer(input_ids=ids, position_ids=positions, past_key_values=cache, **keys).logits
+    return logits.flatten(0, 1).float()
 
 
 def draw_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch
 
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
+from finetune.models.attention.documents import install_attention
 from finetune.plan.architecture import read_architecture
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.step_memory import plan_phases
@@ -43,6 +44,7 @@ def test_sampling_takes_what_it_allocates(case: tuple[int, ...], capsys: pytest.
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
+    install_attention(model)
 
     class Alone:
         device = torch.device("cpu")

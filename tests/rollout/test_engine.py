@@ -1,6 +1,7 @@
 """The embedded engine's cache: prompts of all lengths, read in parts, give what each gives alone under transformers."""
 
-from typing import Any
+import copy
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.constants import PROMPTS_AT_ONCE
+from finetune.models.attention.documents import install_attention
 from finetune.rollout.embedded import EmbeddedEngine
-from finetune.rollout.engine import Ended, Request, Sampling
+from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+from tests.models.families import FAMILIES, VOCABULARY, build, ours
 
 MOST, STOP = 10, 7
 
@@ -21,7 +24,8 @@ class Alone:
 
 
 @pytest.mark.parametrize("key_value_heads", [1, 2, 4])
-def test_rows_of_all_lengths_have_the_log_probabilities_of_a_plain_forward(key_value_heads: int) -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_of_all_lengths_have_the_log_probabilities_of_a_plain_forward(packed: bool, key_value_heads: int) -> None:
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 32,
@@ -37,13 +41,36 @@ def test_rows_of_all_lengths_have_the_log_probabilities_of_a_plain_forward(key_v
     prompts = [tuple(random.integers(8, 40, length).tolist()) for length in lengths]
     requests = [Request(prompt, (place, again)) for place, prompt in enumerate(prompts) for again in range(2)]
     world: Any = Alone()
-    found = EmbeddedEngine(model, world, [STOP], 100).sample(requests, Sampling(max_tokens=MOST, temperature=0.9))
+    sampler = copy.deepcopy(model)
+    if packed:
+        install_attention(sampler)
+    found = EmbeddedEngine(sampler, world, [STOP], 100).sample(requests, Sampling(max_tokens=MOST, temperature=0.9))
     assert {each.ended for each in found} == {*Ended}
+    assert_as_plain(model, requests, found, 0.9)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "nemotron", "qwen3_5_text"])
+def test_every_family_is_sampled_as_it_computes(family: str) -> None:
+    """Windows, capped scores, sinks, experts and recurrent layers among them, with prompts longer than a window."""
+    model = build(family).eval()
+    sampler = ours(copy.deepcopy(model)).eval()
+    random, world = np.random.default_rng(0), cast(Any, Alone())
+    prompts = [tuple(random.integers(8, VOCABULARY, length).tolist()) for length in (3, 9, 14, 22)]
+    requests = [Request(prompt, (place, again)) for place, prompt in enumerate(prompts) for again in range(2)]
+    assert_as_plain(
+        model, requests, EmbeddedEngine(sampler, world, [STOP], 5).sample(requests, Sampling(max_tokens=MOST))
+    )
+
+
+def assert_as_plain(model: Any, requests: list[Request], found: list[Sampled], temperature: float = 1.0) -> None:
+    """What was sampled has the log-probabilities and the entropy of a forward of transformers without a cache."""
     for request, each in zip(requests, found, strict=True):
         assert each.token_ids.count(STOP) == (each.ended is Ended.STOPPED) and len(each.token_ids) <= MOST
         ids = torch.tensor([[*request.prompt_ids, *each.token_ids]])
         with torch.no_grad():
-            scores = (model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / 0.9).log_softmax(-1)
+            scores = (
+                model(ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1] / temperature
+            ).log_softmax(-1)
         expected = scores.gather(1, torch.tensor(each.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(each.log_probabilities), expected, rtol=0, atol=5e-5)
         assert each.entropy == pytest.approx(-(scores.exp() * scores).sum().item(), rel=1e-4)

@@ -362,7 +362,9 @@ def _attend_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
     scores = (grouped * (size**-0.5 if scale is None else scale)) @ key.transpose(2, 3)
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+        if mask.dtype == torch.bool:  # as numbers: it is smaller than the scores, and adding faster than filling
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        scores.add_(mask)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return (weights @ value).view(rows, 1, heads, value.shape[3])
 
