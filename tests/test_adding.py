@@ -10,7 +10,7 @@ from tests.ranks import ROOT, run_command
 # A row of the page -> the files that are touched: after which text, what is put.
 ADDED = {
     "an optimizer": {
-        "config/optimizers.py": (
+        "config/optimization.py": (
             "OPTIMIZERS: Mapping[str, OptimizerFacts] = {\n",
             '    "plain_sgd": OptimizerFacts(count_state=lambda shape, itemsize: 0, update_copies=1, reads_betas=False),\n',
         ),
@@ -30,7 +30,7 @@ ADDED = {
         ),
     },
     "a learning-rate schedule": {
-        "config/schedules.py": (
+        "config/optimization.py": (
             "SCHEDULES: Mapping[str, ScheduleFacts] = {\n",
             '    "halves": ScheduleFacts(share_left=lambda step, schedule: 0.5**step),\n',
         )

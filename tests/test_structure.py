@@ -9,8 +9,7 @@ import pytest
 
 from finetune.config.families import FAMILIES
 from finetune.config.methods import DEFAULT_METHOD, METHODS
-from finetune.config.optimizers import OPTIMIZERS
-from finetune.config.schedules import SCHEDULES
+from finetune.config.optimization import OPTIMIZERS, SCHEDULES
 from tests.ranks import ROOT
 
 PACKAGE = ROOT / "finetune"
@@ -84,8 +83,8 @@ OTHER_TOOLS = (
 
 # What is a row of a table -> its names, and the only files that name one.
 TABLES = {
-    "optimizers": (OPTIMIZERS, ("config/optimizers.py", "optim/build.py")),
-    "schedules": ([name for name in SCHEDULES if "_" in name], ("config/schedules.py", *OTHER_TOOLS)),
+    "optimizers": (OPTIMIZERS, ("config/optimization.py", "optim/build.py")),
+    "schedules": ([name for name in SCHEDULES if "_" in name], ("config/optimization.py", *OTHER_TOOLS)),
     # Published models by their names are convert's, chat templates data's.
     "families": (
         [name for name in FAMILIES if name not in ("llama", "mistral", "qwen3", "rwkv")],

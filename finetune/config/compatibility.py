@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import layout_rules, method_rules, model_rules, recipe_rules
 from finetune.config.facts import BF16, Case, MachineFacts, ModelFacts, Problem, Rule, has_fp8, is_quantized, is_set
-from finetune.config.optimizers import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
+from finetune.config.optimization import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.schema import SECTIONS, Recipe
 from finetune.errors import UserError

@@ -19,7 +19,7 @@ from finetune.config.facts import (
     layout_rule,
 )
 from finetune.config.model_rules import is_uneven_vocabulary, set_to_divisor, trains_experts
-from finetune.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from finetune.config.optimization import DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.yaml_file import COMMAND_LINE
 from finetune.units import counted

@@ -5,7 +5,6 @@ A recipe file is flat; the classes below only say which package reads which key.
 the documentation page and `--help` are made from it.
 """
 
-import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -27,18 +26,10 @@ from finetune.config.key_annotations import (
 )
 from finetune.config.methods import METHODS, MethodFacts, Rollout
 from finetune.config.methods import Method as Method
-from finetune.config.optimizers import COUPLED_DECAY, DEFAULT_OPTIMIZER, KEPT_IN_FILES, OPTIMIZER_HELP, OptimizerName
+from finetune.config.optimization import Optimization as Optimization
 from finetune.config.quantization import Quantization as Quantization
 from finetune.config.quantization import QuantizationAware as QuantizationAware
 from finetune.config.quantization import SchemeName
-from finetune.config.schedules import (
-    ARGUMENTS_HELP,
-    DEFAULT_SCHEDULE,
-    SCHEDULE_HELP,
-    SHORT_NAMES,
-    Schedule,
-    ScheduleName,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,69 +76,6 @@ else:
 
 # A key: its type and marks, then its help and default.
 # fmt: off
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Optimization:
-    """How the parameters move."""
-
-    num_train_epochs: Annotated[float, Gt(0), SameOnResume, "How often the data is gone through."] = 1.0
-    max_steps: Annotated[Positive | None, SameOnResume, ReadAs(-1, None),
-        "Optimizer steps; overrides num_train_epochs. null, or -1 as in Transformers: num_train_epochs decides."] = None
-    learning_rate: Annotated[float, Gt(0), "The peak learning rate."] = 2e-5
-    lr_scheduler_type: Annotated[ScheduleName, *(ReadAs(short, name) for short, name in SHORT_NAMES.items()),
-        SCHEDULE_HELP] = DEFAULT_SCHEDULE
-    lr_scheduler_kwargs: Annotated[dict[str, float | str] | None, ARGUMENTS_HELP] = None
-    min_lr_ratio: Annotated[float, Ge(0), Le(1), "The schedule ends at learning_rate times this."] = 0.0
-    warmup_ratio: Annotated[float, Ge(0), Le(1),
-        "The share of the steps that warm up; ignored where warmup_steps is set."] = 0.03
-    warmup_steps: Annotated[int | None, Ge(0), "The steps that warm up."] = None
-    optim: Annotated[OptimizerName, OPTIMIZER_HELP] = DEFAULT_OPTIMIZER
-    optim_offload: Annotated[Literal["none", "nvme"],
-        "Where the optimizer's state is. none: in memory. nvme: its moments, and fp32 master weights where "
-        "mixed_precision is on, are in files under offload_dir; a step reads and writes them one decoder layer after "
-        f"another. Under FSDP2, with {KEPT_IN_FILES}."] = "none"
-    offload_dir: Annotated[str | None,
-        "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end with the run; a "
-        "checkpoint needs none of them."] = None
-    weight_decay: Annotated[float, Ge(0),
-        f"Weight decay, on matrices only (not on norms and biases); decoupled, but for {COUPLED_DECAY}."] = 0.0
-    adam_beta1: Annotated[float, Ge(0), Lt(1), "Decay of the first moment."] = 0.9
-    adam_beta2: Annotated[float, Ge(0), Lt(1), "Decay of the second moment."] = 0.999
-    adam_epsilon: Annotated[float, Gt(0), "Added to the root of the second moment."] = 1e-8
-    neftune_noise_alpha: Annotated[float | None, Gt(0), SameOnResume,
-        "NEFTune: uniform noise on the embeddings while training, at most this over the root of the document's "
-        "tokens times the hidden size."] = None
-    label_smoothing: Annotated[float, Ge(0), Lt(1), SameOnResume,
-        "Train on this share of an even distribution over the vocabulary beside each label, as torch's "
-        "cross_entropy; the held-out loss is without it."] = 0.0
-    token_loss: Annotated[Literal["cross_entropy", "dft", "eaft"], SameOnResume,
-        "What the cross entropy of a trained token is weighted by, which gets no gradient. cross_entropy: nothing; "
-        "dft: the token's probability; eaft: the entropy of the 20 likeliest tokens over 3. The held-out loss is "
-        "without it."] = "cross_entropy"
-    eaft_alpha: Annotated[float, Gt(0), SameOnResume, "token_loss: eaft: the exponent of the weight."] = 1.0
-    optim_in_backward: Annotated[bool,
-        "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient: the "
-        "gradients of the whole model are never in memory together. For steps of one micro-batch, with "
-        "max_grad_norm: null, in one process or under FSDP2."] = False
-    max_grad_norm: Annotated[float | None, Gt(0), "The gradient is scaled down to this norm; null: no clipping."] = 1.0
-    on_nonfinite: Annotated[Literal["stop", "skip"],
-        "What is done at a step whose loss or gradient is not finite: the update is never made."] = "stop"
-    max_skipped_steps: Annotated[Positive, "Under on_nonfinite: skip, stop the run after this many skipped steps."] = 10
-
-    def schedule(self, steps: int) -> Schedule:
-        """The learning rates of a run of `steps` optimizer steps."""
-        warmup = self.warmup_steps
-        if warmup is None:
-            warmup = math.ceil(self.warmup_ratio * steps)
-        return Schedule(
-            peak=self.learning_rate,
-            steps=steps,
-            warmup_steps=min(warmup, steps),
-            floor=self.learning_rate * self.min_lr_ratio,
-            kind=self.lr_scheduler_type,
-            arguments=self.lr_scheduler_kwargs or {},
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
     """Low-rank adapters instead of full fine-tuning."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 from finetune.config.layout import GROUP_KEYS
-from finetune.config.optimizers import OPTIMIZERS, REFUSED_OPTIMIZERS
+from finetune.config.optimization import OPTIMIZERS, REFUSED_OPTIMIZERS
 from finetune.config.other_tools import TOOLS, Counterpart
 from finetune.config.schema import DatasetSource, Key, recipe_keys
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from finetune.config.optimizers import OPTIMIZERS, convert_optimizer
+from finetune.config.optimization import OPTIMIZERS, convert_optimizer
 from finetune.config.other_tools import NF4_OF_TORCHAO, TOKEN_NAMES, Counterpart, Tool
 from finetune.config.quantization import QLORA
 from finetune.config.schema import recipe_keys

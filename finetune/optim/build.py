@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config.optimizers import is_layers_matrix
+from finetune.config.optimization import is_layers_matrix
 from finetune.config.schema import Optimization
 from finetune.distributed.gradients import group_by_mesh
 from finetune.distributed.world import World
@@ -53,7 +53,7 @@ def _make_adamw_8bit(groups: Groups, keys: Optimization) -> torch.optim.Optimize
     return _make_adamw(adamw_8bit_moments(), groups, keys)
 
 
-# How each of config/optimizers.py is made.
+# How each of config/optimization.py is made.
 CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimizer]] = {
     "adamw_torch_fused": partial(_make_adamw, partial(torch.optim.AdamW, fused=True)),
     "adamw_torch": partial(_make_adamw, partial(torch.optim.AdamW, fused=False)),

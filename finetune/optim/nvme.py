@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
-from finetune.config.optimizers import OPTIMIZERS, count_offloaded_bytes
+from finetune.config.optimization import OPTIMIZERS, count_offloaded_bytes
 from finetune.config.schema import Optimization
 from finetune.constants import COMPUTE_DTYPE
 from finetune.distributed.collective import RankGroup

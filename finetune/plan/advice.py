@@ -8,7 +8,7 @@ from math import gcd, prod
 from typing import Any
 
 from finetune.config.layout import DIVISIONS, UNDIVIDED
-from finetune.config.optimizers import list_smaller
+from finetune.config.optimization import list_smaller
 from finetune.plan.resources import plan_host
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.step_memory import find_peak

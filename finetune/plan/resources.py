@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.methods import RowKind
-from finetune.config.optimizers import count_optimizer_bytes
+from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import Data
 from finetune.constants import FP32, ITEMSIZE

@@ -17,7 +17,7 @@ from finetune.config.module_names import (
     refuse_unmatched,
     refuse_unreached,
 )
-from finetune.config.optimizers import count_optimizer_bytes
+from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import divide_quantization, quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
 from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE

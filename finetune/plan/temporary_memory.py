@@ -9,7 +9,7 @@ head), which stays gathered from forward to backward (Accelerate's fsdp2_prepare
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.config.optimizers import OPTIMIZERS, is_layers_matrix
+from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
 from finetune.config.quantization import SCHEMES
 from finetune.constants import FP32, ITEMSIZE, divergence_chunk_tokens, loss_chunk_tokens
 from finetune.plan.activations import Computation, evaluation_bytes, expert_adapter_rank, mask_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Recipe
 from finetune.distributed.gradients import combine_norms, measure_norm, whole_norm
 from finetune.distributed.parallelize import local_part

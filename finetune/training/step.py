@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Optimization, Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.gradients import (

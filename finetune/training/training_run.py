@@ -11,7 +11,7 @@ from torch import nn
 
 from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.retention import step_folder
-from finetune.config.schedules import Schedule
+from finetune.config.optimization import Schedule
 from finetune.config.schema import Recipe
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt

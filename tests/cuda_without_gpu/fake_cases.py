@@ -9,7 +9,7 @@ import torch
 
 from finetune.config.layout import Fp8
 from finetune.config.methods import Method
-from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Lora, Optimization, Quantization, Recipe
 from finetune.constants import ROUND_TOKENS
 from finetune.data.batches import MicroBatch

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Optimization
 from tests.cuda_without_gpu.fake_cases import CASES, Case
 from tests.cuda_without_gpu.waiting_operators import NOT_WAITING, WAITING
