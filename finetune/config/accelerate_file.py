@@ -23,9 +23,9 @@ from finetune.config.layout import (
     read_fp8,
     read_fp8_environment,
 )
+from finetune.config.other_tools import ACCELERATE_KEYS, IN_RECIPE
 from finetune.config.reader import find_file, shipped_folder
 from finetune.config.schema import recipe_keys
-from finetune.config.unknown_keys import ACCELERATE_KEYS, IN_RECIPE
 from finetune.config.yaml_file import read_entries
 from finetune.errors import UserError
 from finetune.files.run_json import parse_json, read_bounded

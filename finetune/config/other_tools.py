@@ -1,6 +1,6 @@
 """The keys of other tools and ours, as tables, and their defaults where they differ from ours. Imports no torch.
 
-The recipe reader's hints (config/unknown_keys.py), `finetune convert` and docs/coming-from.md are made from them.
+The recipe reader's hints (config/reader.py), `finetune convert` and docs/coming-from.md are made from them.
 
 Sources: the configuration classes and documentation of TRL 1.9 with transformers 5 (SFTConfig, ModelConfig,
 ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of its `hparams`), torchtune (its recipes and
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from finetune.config.layout import DIVISIONS
+from finetune.config.layout import DIVISIONS, GROUP_KEYS
+from finetune.config.optimization import OPTIMIZERS, REFUSED_OPTIMIZERS
 
 # How a value becomes ours; finetune/convert/rules.py says what each does. "by-code" is read by convert's own code.
 Carry = Literal[
@@ -654,4 +655,76 @@ LORA_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
 # Of a 4-bit base: the settings that each tool gives bitsandbytes where the file gives none (torchtune: torchao's NF4).
 FOUR_BIT_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     tool: {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": tool != "TRL"} for tool in TOOL_NAMES
+}
+
+# What a recipe that names another tool's key or value is told.
+# Top-level keys of an Accelerate file; after the first eight, those that are for its launcher alone.
+ACCELERATE_KEYS = frozenset(
+    """
+    distributed_type mixed_precision use_cpu num_machines fsdp_config parallelism_config deepspeed_config fp8_config
+    compute_environment machine_rank main_process_ip main_process_port main_training_function num_processes rdzv_backend
+    rdzv_conf same_network debug downcast_bf16 enable_cpu_affinity gpu_ids tpu_env tpu_use_cluster tpu_use_sudo tpu_name
+    tpu_zone commands command_file num_cpu_threads_per_process max_restarts monitor_interval
+    """.split()  # noqa: SIM905 - a name a line would be a page
+)
+# What many call what a key of an Accelerate file says: name -> that key.
+IN_ACCELERATE_FILE: Mapping[str, str] = {
+    **{key: f"parallelism_config_{key}" for key in GROUP_KEYS},
+    "tp_config": f"parallelism_config_{GROUP_KEYS[0]}",
+    "sequence_parallel_size": "parallelism_config_sp_size",
+    "cpu_offload": "fsdp_offload_params",
+    "offload_params": "fsdp_offload_params",
+}
+# What many call a key of the recipe, in a recipe or an Accelerate file: name -> that key.
+IN_RECIPE: Mapping[str, str] = {
+    **dict.fromkeys(("ep_size", "expert_parallel_degree"), "expert_parallel_size"),
+    **dict.fromkeys(
+        ("pp_size", "parallelism_config_pp_size", "pipeline_parallel_degree", "pipeline_model_parallel_size"),
+        "pipeline_parallel_size",
+    ),
+    "pp_schedule": "pipeline_schedule",
+}
+LAUNCHED = "no such key; --num-processes N says how many ranks run on this machine"
+# Names whose nearest spelling is something else, or that are no key: name -> (the key that is meant, what to write).
+MEANT: Mapping[str, tuple[str, str]] = {
+    "peft_type": ("use_peft", "peft's name; use_peft: true trains LoRA adapters, the only kind here"),
+    "max_tokens": ("max_length", "no such key; max_length is the number of tokens in a row"),
+    "batch_size": (
+        "per_device_train_batch_size",
+        "torchtune's and Axolotl's name; per_device_train_batch_size is the rows of a micro-batch, "
+        "global_batch_size those of a step",
+    ),
+    "load_best_model_at_end": (
+        "keep_best_checkpoint",
+        "Transformers' name; here it is keep_best_checkpoint, with eval_steps",
+    ),
+    "train_on_responses_only": (
+        "assistant_only_loss",
+        "Unsloth's name; here it is assistant_only_loss, true by default",
+    ),
+    **dict.fromkeys(("top_p", "top_k", "min_p"), ("", f"no such key: {TRUNCATED}")),
+    "reward_funcs": ("rewards", "TRL's name; here it is rewards, such as [my_rewards.py:right]"),
+    **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "nproc", "nproc_per_node"), ("", LAUNCHED)),
+}
+# Other tools' values of keys that are the same here: key -> their name -> ours.
+OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
+    "optim": {other: ours for ours, facts in OPTIMIZERS.items() for other in facts.other_names},
+    "lr_scheduler_type": {"constant_lr": "constant", "1-sqrt": "warmup_stable_decay"},
+    "method": {"ipo": "method: dpo with loss_type: ipo", "rpo": "method: dpo with rpo_alpha"},
+    "attn_implementation": {
+        "fa2": "flash_attention_2",
+        "fa3": "flash_attention_3",
+        "fa4": "flash_attention_4",
+        "flash_attention": "auto",
+    },
+}
+# Key -> their name -> why there is none.
+REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "optim": REFUSED_OPTIMIZERS,
+    "lr_scheduler_type": {
+        "cosine_with_restarts": "a rate that jumps back is not supported; cosine, or warmup_stable_decay",
+        "reduce_lr_on_plateau": "the rate is a function of the step here; cosine, or warmup_stable_decay",
+    },
+    "save_strategy": {"best": "every new best is saved with keep_best_checkpoint: true"},
+    "eval_strategy": {"best": "it is for save_strategy in Transformers; here see keep_best_checkpoint"},
 }

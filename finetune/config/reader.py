@@ -1,9 +1,9 @@
-"""Recipe files, read strictly: every mistake in a file is reported at once, with its line, and nothing is guessed."""
+"""Recipe files, read strictly: every mistake is reported at once, with its line and what was probably meant."""
 
 import difflib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,17 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from finetune.config.compatibility import find_recipe_problems
 from finetune.config.methods import DEFAULT_METHOD, METHODS, SHIPPED_REWARDS
 from finetune.config.module_names import find_problem
+from finetune.config.other_tools import (
+    ACCELERATE_KEYS,
+    IN_ACCELERATE_FILE,
+    IN_RECIPE,
+    MEANT,
+    OTHER_VALUES,
+    REFUSED_VALUES,
+    TOOLS,
+    Counterpart,
+)
 from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Key, Recipe, keys_of, recipe_keys
-from finetune.config.unknown_keys import ACCELERATE_KEYS, explain_unknown, explain_value
 from finetune.config.user_code import locate
 from finetune.config.yaml_file import COMMAND_LINE, UNREADABLE, Entry, read_entries, read_value
 from finetune.errors import UserError
@@ -86,7 +95,6 @@ EXPECTED = {
     "too_long": "a list of at most {max_length}",
     "missing": "a list with one more entry",
 }
-SHIPPED_NAMES: Mapping[str, Collection[str]] = {"rewards": SHIPPED_REWARDS}  # beside functions of a user's file
 NOT_FINITE = ("nan", "inf", "infinity")  # text in YAML, which writes .nan and .inf
 
 
@@ -199,10 +207,9 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
     checked.values.update({key: value for key, value in METHODS[method].defaults.items() if key not in in_file})
     problems += checked.problems
     places = {key: entry.where for key, entry in in_file.items()}
-    unusable = {*checked.unusable}
     if not needs_data and not checked.values.get("datasets"):
-        unusable.add("datasets")
-    problems += map(str, find_recipe_problems(checked.values, places, str(path), unusable))
+        checked.unusable.add("datasets")
+    problems += map(str, find_recipe_problems(checked.values, places, str(path), checked.unusable))
     if problems:
         raise UserError.of(problems)
     values = checked.values
@@ -212,7 +219,6 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
         section: schema(**{key: values[key] for key in keys_of(schema, section) if key in values})
         for section, schema in SECTIONS.items()
     }
-    places = {key: in_file[key].where for key in values if key in in_file}
     return Recipe(path=str(path), places=places, **sections)
 
 
@@ -275,7 +281,7 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
         return [f"{entry.where}: {entry.key}: {problem}" for problem in problems]
     if key.is_python_name and value is not None:
         try:
-            shipped = SHIPPED_NAMES.get(entry.key, ())
+            shipped = SHIPPED_REWARDS if entry.key == "rewards" else ()
             names = (value,) if isinstance(value, str) else value
             found = tuple(name if name in shipped else locate(name, folder) for name in names)
             value = found[0] if isinstance(value, str) else found
@@ -334,3 +340,92 @@ def _located(value: str, folder: Path) -> str | None:
 def _matches(pattern: Path) -> bool:
     anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
     return any(anchor.glob(str(pattern.relative_to(anchor))))
+
+
+def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
+    """The key that was probably meant by `key`, else `key` itself, and a sentence for the user.
+
+    `known` are the keys at that place of the file: the recipe's, or those of an entry of `datasets`.
+    """
+    top_level = "path" not in known
+    if top_level and key in {field.name for field in fields(DatasetSource)}:
+        return (
+            key,
+            f"{key}: a key of each entry of datasets; write it there, as in datasets=[{{path: ..., {key}: ...}}]",
+        )
+    if top_level and key in MEANT:
+        ours, sentence = MEANT[key]
+        return ours or key, f"{key}: {sentence}"
+    foreign = foreign_names()
+    if top_level and key in foreign:
+        whose, ours = foreign[key]
+        return ours, f"{key}: {whose} name; here it is {ours}"
+    if top_level and key in (unneeded := keys_without_counterpart()):
+        whose, note = unneeded[key]
+        return key, f"{key}: {whose} name; no such key: {note}"
+    if top_level and (plain := key.removeprefix("parallelism_config_")) in IN_RECIPE:
+        return IN_RECIPE[plain], f"{key}: no such key; here it is {IN_RECIPE[plain]}"
+    if top_level and key in IN_ACCELERATE_FILE:
+        return key, f"{key}: no such key; write {IN_ACCELERATE_FILE[key]} in a copy of the Accelerate file"
+    if top_level and (key in ACCELERATE_KEYS or key.startswith(("fsdp_", "parallelism_config_"))):
+        return (
+            key,
+            f"{key}: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names",
+        )
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if close:
+        return close[0], f"{key}: no such key; did you mean {close[0]}?"
+    listed = "docs/recipes.md lists them" if top_level else f"one of {', '.join(known)}"
+    return key, f"{key}: no such key; {listed}"
+
+
+def explain_value(key: str, value: object) -> str | None:
+    """A sentence on another tool's value of a key that is the same here; None where it is not known.
+
+    >>> explain_value("optim", "paged_adamw_8bit")
+    "paged_adamw_8bit: another tool's name; here it is adamw_8bit"
+    """
+    if key == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        return f"{value:g}: a number of steps is expected; a share of them is warmup_ratio: {value:g}"
+    if key == "resume_from_checkpoint" and value is False:
+        return "false: write none to start over, or auto to resume where there is a checkpoint"
+    if not isinstance(value, str):
+        return None
+    ours, refused = OTHER_VALUES.get(key, {}).get(value), REFUSED_VALUES.get(key, {}).get(value)
+    if ours is not None:
+        return f"{value}: another tool's name; here it is {ours}"
+    return None if refused is None else f"{value}: {refused}"
+
+
+def foreign_names() -> dict[str, tuple[str, str]]:
+    """Other tools' names for keys that have a different name here: name -> (whose it is, ours).
+
+    >>> foreign_names()["sequence_len"], foreign_names()["lora_rank"][0]
+    (("Axolotl's", 'max_length'), "LLaMA-Factory's and torchtune's")
+    """
+    entry = {key.name for key in fields(DatasetSource)}  # keys of an entry that others have at the top
+
+    def describe(pair: Counterpart) -> str | None:
+        noted = pair.ours == "accelerate_config" or pair.theirs in entry
+        return f"{pair.ours} ({pair.note})" if noted and pair.ours else pair.ours
+
+    return _list_keys(describe)
+
+
+def keys_without_counterpart() -> dict[str, tuple[str, str]]:
+    """Other tools' keys that have no counterpart here: name -> (whose it is, why, or what to do instead).
+
+    >>> keys_without_counterpart()["max_prompt_length"][0]
+    "TRL's"
+    """
+    return _list_keys(lambda pair: None if pair.ours else pair.note)
+
+
+def _list_keys(describe: Callable[[Counterpart], str | None]) -> dict[str, tuple[str, str]]:
+    """Keys that are not ours and that `describe` says something of -> (whose they are, what it says of the first)."""
+    found: dict[str, tuple[list[str], str]] = {}
+    for tool, pairs in TOOLS.items():
+        for pair in pairs if tool != "Automodel" else ():  # whose files are nested throughout
+            if "." not in pair.theirs and pair.theirs not in recipe_keys() and (said := describe(pair)):
+                found.setdefault(pair.theirs, ([], said))[0].append(f"{tool}'s")
+    return {key: (" and ".join(whose[:2]), said) for key, (whose, said) in found.items()}

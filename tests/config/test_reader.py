@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.reader import RECIPES, read_recipe, to_dict, write_recipe
+from finetune.config.reader import RECIPES, foreign_names, keys_without_counterpart, read_recipe, to_dict, write_recipe
 from finetune.config.schema import recipe_keys
-from finetune.config.unknown_keys import foreign_names, keys_without_counterpart
 from finetune.errors import UserError
 from finetune.training.run_log import list_trackers
 

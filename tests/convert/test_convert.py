@@ -12,9 +12,8 @@ import yaml
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.other_tools import TOOLS
-from finetune.config.reader import read_recipe
+from finetune.config.reader import foreign_names, read_recipe
 from finetune.config.schema import recipe_keys
-from finetune.config.unknown_keys import foreign_names
 from finetune.convert.conversion import EXIT_TO_DO, convert_file
 from finetune.convert.model_names import TEMPLATES, guess_family
 from finetune.data.tokenizer import TEMPLATES as NAMED
