@@ -1,18 +1,16 @@
 """The rulebook: what works together, and the only function that refuses a combination. Imports no torch."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from finetune.config import layout_rules, method_rules, model_rules, recipe_rules
 from finetune.config.facts import BF16, Case, MachineFacts, ModelFacts, Problem, Rule, has_fp8, is_quantized, is_set
+from finetune.config.layout import Sharding
 from finetune.config.optimization import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
 from finetune.config.quantization import LOAD_KEYS
-from finetune.config.schema import SECTIONS, Recipe
+from finetune.config.schema import Recipe
 from finetune.errors import UserError
-
-if TYPE_CHECKING:
-    from finetune.config.layout import Sharding
 
 TRACKERS: Mapping[str, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 CUDA_FP8, HIP_FP8 = (8, 9), (9, 4)  # compute capability, from Ada (L40S, RTX 4090) and MI300 on
@@ -25,7 +23,7 @@ FLASH_GPUS: Mapping[str, tuple[int, ...]] = {  # major versions of the compute c
 
 def find_problems(
     recipe: Recipe,
-    layout: "Sharding | None" = None,
+    layout: Sharding | None = None,
     facts: ModelFacts | None = None,
     ranks: int = 1,
     *,
@@ -48,7 +46,6 @@ def find_problems(
         images: The model_type of the whole model, once rows with images have been read.
     """
     unknown: Any = None
-    known = {"layout": layout, "model": facts, "machine": machine}
     case = Case(
         recipe=recipe,
         layout=layout or unknown,
@@ -58,36 +55,25 @@ def find_problems(
         steps=steps,
         images=images,
     )
-    found = [
-        problem for rule in RULES if all(known[need] is not None for need in rule.needs) for problem in rule.check(case)
-    ]
+    found = _judge(case, RULES)
     if teacher is not None and layout is not None:
-        of_teacher = Case(
-            recipe=recipe, layout=layout, model=teacher, machine=machine or unknown, ranks=ranks, is_teacher=True
-        )
-        judged = [rule for rule in RULES if rule.of_teacher and (machine is not None or "machine" not in rule.needs)]
-        found += [problem for rule in judged for problem in rule.check(of_teacher)]
+        of_teacher = replace(case, model=teacher, is_teacher=True)
+        found += _judge(of_teacher, (rule for rule in RULES if rule.of_teacher))
     return sorted(found, key=lambda problem: problem.is_note)
 
 
-def find_recipe_problems(
-    values: Mapping[str, Any], places: Mapping[str, str], file: str, unusable: Iterable[str]
-) -> list[Problem]:
-    """The problems in the `values` of a recipe just read. Rules that read an `unusable` key are skipped."""
-    sections = {
-        name: section(**{each.name: values[each.name] for each in fields(section) if each.name in values})
-        for name, section in SECTIONS.items()
-    }
+def find_recipe_problems(recipe: Recipe, unusable: Collection[str]) -> list[Problem]:
+    """The problems of a recipe just read, but for notes. Rules that read an `unusable` key are skipped."""
     unknown: Any = None
-    recipe = Recipe(path=file, places=places, **sections)
     case = Case(recipe=recipe, layout=unknown, model=unknown, machine=unknown)
-    wrong = set(unusable)
-    return [
-        problem
-        for rule in (*recipe_rules.REQUIRED, *RULES)
-        if not rule.needs and not rule.is_note and not wrong.intersection(rule.keys)
-        for problem in rule.check(case)
-    ]
+    rules = (*recipe_rules.REQUIRED, *RULES)
+    return _judge(case, (rule for rule in rules if not rule.is_note and not {*unusable}.intersection(rule.keys)))
+
+
+def _judge(case: Case, rules: Iterable[Rule]) -> list[Problem]:
+    """What `rules` find, but for those that need what is not known of the case."""
+    known = (rule for rule in rules if all(getattr(case, need) is not None for need in rule.needs))
+    return [problem for rule in known for problem in rule.check(case)]
 
 
 def refuse_problems(problems: Iterable[Problem]) -> list[Problem]:

@@ -431,7 +431,9 @@ OWN_FOLDER = "output_dir is the run's folder, for everything"
 NF4_OF_TORCHAO = "NF4 by torchao there and by bitsandbytes here: the same codes, scales rounded differently"
 SCHEDULE = "pipeline_schedule is 1f1b, or interleaved_1f1b; the losses are the same"
 ADAPTED_HEAD = "LoRA on the head"
-TRUNCATED = "a truncated distribution is not the one that is trained: all of the vocabulary is sampled from here"
+TRUNCATED = (
+    "completions are sampled from all of the vocabulary: a truncated distribution is not the one that is trained"
+)
 LAYOUT = "sharding, mixed_precision and activation checkpointing belong in the Accelerate file"
 
 TORCHTUNE = (

@@ -205,21 +205,16 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
     checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
     method = checked.values.get("method", DEFAULT_METHOD)
     checked.values.update({key: value for key, value in METHODS[method].defaults.items() if key not in in_file})
-    problems += checked.problems
-    places = {key: entry.where for key, entry in in_file.items()}
-    if not needs_data and not checked.values.get("datasets"):
-        checked.unusable.add("datasets")
-    problems += map(str, find_recipe_problems(checked.values, places, str(path), checked.unusable))
-    if problems:
-        raise UserError.of(problems)
-    values = checked.values
-    if isinstance(values.get("model_name_or_path"), str):
-        values["model_name_or_path"] = _model_folder(values["model_name_or_path"])
     sections = {
-        section: schema(**{key: values[key] for key in keys_of(schema, section) if key in values})
+        section: schema(**{key: checked.values[key] for key in keys_of(schema, section) if key in checked.values})
         for section, schema in SECTIONS.items()
     }
-    return Recipe(path=str(path), places=places, **sections)
+    recipe = Recipe(path=str(path), places={key: entry.where for key, entry in in_file.items()}, **sections)
+    if not needs_data and not checked.values.get("datasets"):
+        checked.unusable.add("datasets")
+    if problems := [*problems, *checked.problems, *map(str, find_recipe_problems(recipe, checked.unusable))]:
+        raise UserError.of(problems)
+    return recipe
 
 
 def _model_folder(name: str) -> str:
