@@ -52,16 +52,16 @@ def exit_code(main: Callable[[], object]) -> int:
         main()
     except Preempted as stop:  # every rank has agreed on it and saved
         if rank == "0":
-            print(stop, file=sys.stderr, flush=True)
+            _say(stop)
         return EXIT_PREEMPTED
     except UserError as mistake:
         if rank != "0":
             time.sleep(SECONDS_FOR_RANK_0)
-        print(f"rank {rank}: {mistake}" if rank != "0" else mistake, file=sys.stderr, flush=True)
+        _say(f"rank {rank}: {mistake}" if rank != "0" else mistake)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         if rank == "0":
-            print("interrupted", file=sys.stderr, flush=True)
+            _say("interrupted")
         return EXIT_INTERRUPTED
     except Exception as fault:
         _print_fault(fault, rank)
@@ -69,11 +69,9 @@ def exit_code(main: Callable[[], object]) -> int:
     except BaseException as fault:
         if type(fault).__name__ != "PanicException":  # which Rust code raises
             raise
-        print(
+        _say(
             f"a library's own code failed: {fault}; if it is a tokenizer's, a pattern in its tokenizer.json cannot be "
-            "applied to this text",
-            file=sys.stderr,
-            flush=True,
+            "applied to this text"
         )
         return EXIT_USER_ERROR
     return 0
@@ -97,23 +95,21 @@ def is_loss_of_peer(fault: BaseException) -> bool:
     return "gloo" in str(fault) or type(fault).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
+def _say(text: object) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _print_fault(fault: Exception, rank: str) -> None:
     if not is_loss_of_peer(fault):
-        print(f"rank {rank}: {''.join(traceback.format_exception(fault))}", file=sys.stderr, flush=True)
+        _say(f"rank {rank}: {''.join(traceback.format_exception(fault))}")
         return
     time.sleep(SECONDS_FOR_CAUSE)
-    reason = str(fault).splitlines()[0]
+    reason, cause = str(fault).splitlines()[0], "that rank's own error is the cause"
     if any(mark in str(fault) for mark in CONNECTION_CLOSED):  # then where this one was says nothing
-        print(
-            f"rank {rank}: another rank ended; that rank's own error is the cause ({reason})",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"rank {rank}: another rank ended; {cause} ({reason})")
         return
     stack = "".join(traceback.format_list(traceback.extract_tb(fault.__traceback__)[-12:]))
-    print(
-        f"rank {rank}: another rank ended, or did not answer within timeout_seconds; that rank's own error is the "
-        f"cause ({reason}). This one waited at:\n{stack}",
-        file=sys.stderr,
-        flush=True,
+    _say(
+        f"rank {rank}: another rank ended, or did not answer within timeout_seconds; {cause} ({reason}). This one "
+        f"waited at:\n{stack}"
     )

@@ -1,7 +1,7 @@
 """Reads the layout of a run from an Accelerate config or from the launcher's environment. Torch-free."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from json import JSONDecodeError
 from pathlib import Path
@@ -10,18 +10,16 @@ from typing import Any, cast, get_args
 from finetune.config.deepspeed_file import JSON_KEYS, VARIABLES, Translation, translate_deepspeed
 from finetune.config.layout import (
     DEFAULT_MIN_NUM_PARAMS,
-    FP8_KEYS,
     GROUP_KEYS,
-    OTHER_BACKEND_KEYS,
     PLAIN_LAUNCH,
+    Fp8,
+    Fp8Recipe,
     Layout,
     MixedPrecision,
     Sharding,
     Strategy,
     Wrapping,
     describe_sizes,
-    read_fp8,
-    read_fp8_environment,
 )
 from finetune.config.other_tools import ACCELERATE_KEYS, IN_RECIPE
 from finetune.config.reader import find_file, shipped_folder
@@ -53,6 +51,22 @@ FSDP_KEYS = {
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
     "use_orig_params": "FSDP_USE_ORIG_PARAMS",
 }
+# Keys of fp8_config without their fp8_ prefix -> the variable that the launcher makes of them. `recipe_name` is
+# torchao's: Accelerate itself knows the first recipe only, but its launcher exports the key like the others.
+FP8_KEYS = {
+    "backend": "ACCELERATE_FP8_BACKEND",
+    "recipe_name": "ACCELERATE_FP8_RECIPE_NAME",
+    "enable_fsdp_float8_all_gather": "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
+    "pad_inner_dim": "ACCELERATE_FP8_PAD_INNER_DIM",
+}
+# Keys for the other backends. The launcher exports some of them whatever the backend.
+OTHER_BACKEND_KEYS = frozenset(
+    """
+    use_autocast_during_eval margin interval format amax_history_len amax_history_length amax_compute_algo
+    amax_compute_algorithm override_linear_precision opt_level optimization_level
+    """.split()  # noqa: SIM905 - a name a line would be a page
+)
+OTHER_BACKENDS = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}
 # Without effect: weights are read in slices, checkpoints sharded, and backward prefetch is torch's default.
 SUPERSEDED = frozenset({"cpu_ram_efficient_loading", "sync_module_states", "state_dict_type", "backward_prefetch"})
 UNSUPPORTED = {
@@ -270,7 +284,7 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     mesh = mesh if asks_for("PARALLELISM_CONFIG") else {}
     if asks_for("DEEPSPEED"):
         section = {key: environ[variable] for key, variable in VARIABLES.items() if variable in environ}
-        settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=read_fp8_environment(environ))
+        settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=_read_fp8_environment(environ))
         return _with_translation(settings, translate_deepspeed(section, source, precision))
     if not asks_for("FSDP"):
         divided = [key for key in GROUP_KEYS if str(mesh.get(key, "1")) != "1"]
@@ -282,7 +296,13 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     if version == "2":
         fsdp.pop("forward_prefetch", None)
         fsdp.pop("use_orig_params", None)
-    return Settings(source, "FSDP", precision, use_cpu, fsdp, mesh, fp8=read_fp8_environment(environ))
+    return Settings(source, "FSDP", precision, use_cpu, fsdp, mesh, fp8=_read_fp8_environment(environ))
+
+
+def _read_fp8_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Rebuilds the fp8_config section from the launcher's variables. The launcher writes 1 and 0 for true and false."""
+    section = {key: environ[variable] for key, variable in FP8_KEYS.items() if variable in environ}
+    return {key: {"1": "true", "0": "false"}.get(value, value) for key, value in section.items()}
 
 
 ACCELERATE_CONFIGS = shipped_folder("accelerate_configs")
@@ -326,37 +346,33 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
         stated = read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config"))
     else:
         processes = int(environ.get("WORLD_SIZE", "1"))
-        precision, fp8 = environ.get("ACCELERATE_MIXED_PRECISION", "no"), read_fp8_environment(environ)
+        precision, fp8 = environ.get("ACCELERATE_MIXED_PRECISION", "no"), _read_fp8_environment(environ)
         stated = Settings(PLAIN_LAUNCH, "MULTI_GPU" if processes > 1 else "NO", precision, False, {}, {}, fp8=fp8)
     return _interpret(stated)
 
 
 def _interpret(settings: Settings) -> Sharding:
     """The settings as a `Sharding`; raises `UserError` for values that do not fit."""
-    problems: list[str] = []
-    read = _SettingsReader(settings, problems)
+    read = _SettingsReader(settings)
     layout = LAYOUTS[settings.distributed_type]
     version = str(settings.fsdp.get("version", 1))
     if layout == "fsdp2":
         if version not in ("1", "2"):
-            problems.append(f"{settings.place_of('version')}: fsdp_version: {version} is not a version; 1 or 2")
+            read.refuse("version", f"fsdp_version: {version} is not a version; 1 or 2")
         layout = "fsdp1" if version == "1" else "fsdp2"
     is_fp8 = settings.mixed_precision == "fp8"
     precision = "bf16" if is_fp8 else settings.mixed_precision
     if precision not in get_args(MixedPrecision):
-        problems.append(
-            f"{settings.place_of('mixed_precision')}: mixed_precision: {settings.mixed_precision} is not "
-            "supported; no, bf16, fp16 or fp8"
-        )
+        read.refuse("mixed_precision", f"mixed_precision: {precision} is not supported; no, bf16, fp16 or fp8")
     sizes = {key: read.integer(key, settings.mesh, at_least=1) for key in MESH_KEYS}
-    problems += _find_mesh_problems(settings, layout, sizes)
+    _refuse_impossible_mesh(read, layout, sizes)
     classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
     classes = classes.split(",") if isinstance(classes, str) else classes
     sharding = Sharding(
         layout=layout,
         mixed_precision=cast(MixedPrecision, precision),
-        fp8=read_fp8(settings.fp8, settings.source, problems) if is_fp8 else None,
-        strategy=_strategy(layout, settings, sizes["dp_replicate_size"], read, problems),
+        fp8=read.fp8() if is_fp8 else None,
+        strategy=_strategy(layout, sizes["dp_replicate_size"], read),
         replicate_size=sizes["dp_replicate_size"],
         shard_size=sizes["dp_shard_size"],
         sequence_parallel_size=(sizes["cp_size"] or 1) * (sizes["sp_size"] or 1),
@@ -375,58 +391,42 @@ def _interpret(settings: Settings) -> Sharding:
         places=settings.places,
     )
     if layout == "fsdp2" and sharding.forward_prefetch:
-        problems.append(
-            f"{settings.place_of('forward_prefetch')}: fsdp_forward_prefetch: FSDP2 has none; remove the key, "
-            "or set fsdp_version: 1"
-        )
+        text = "fsdp_forward_prefetch: FSDP2 has none; remove the key, or set fsdp_version: 1"
+        read.refuse("forward_prefetch", text)
     if layout == "fsdp1" and "use_orig_params" in settings.fsdp and not read.boolean("use_orig_params"):
-        problems.append(
-            f"{settings.place_of('use_orig_params')}: fsdp_use_orig_params: always true here; remove the key"
-        )
-    if problems:
-        raise UserError.of(problems)
+        read.refuse("use_orig_params", "fsdp_use_orig_params: always true here; remove the key")
+    if read.problems:
+        raise UserError.of(read.problems)
     return sharding
 
 
-def _find_mesh_problems(settings: Settings, layout: Layout, sizes: Mapping[str, int | None]) -> list[str]:
-    divided = {key: sizes[key] for key in GROUP_KEYS if (sizes[key] or 1) > 1}
+def _refuse_impossible_mesh(read: "_SettingsReader", layout: Layout, sizes: Mapping[str, int | None]) -> None:
+    divided = {key: size for key in GROUP_KEYS if (size := sizes[key] or 1) > 1}
     if layout != "fsdp2":
-        return [
-            f"{settings.place_of(key)}: {key}: {size} needs FSDP2; set distributed_type: FSDP and "
-            "fsdp_version: 2, or the size to 1"
-            for key, size in divided.items()
-        ]
-    if (sizes["cp_size"] or 1) > 1 and (sizes["sp_size"] or 1) > 1:
-        return [
-            f"{settings.place_of('sp_size')}: cp_size: {sizes['cp_size']} and sp_size: {sizes['sp_size']} "
-            "both divide the tokens of a row; set one of them to 1"
-        ]
-    return []
+        advice = "set distributed_type: FSDP and fsdp_version: 2, or the size to 1"
+        for key, size in divided.items():
+            read.refuse(key, f"{key}: {size} needs FSDP2; {advice}")
+    elif {"cp_size", "sp_size"} <= divided.keys():
+        both = f"cp_size: {sizes['cp_size']} and sp_size: {sizes['sp_size']}"
+        read.refuse("sp_size", f"{both} both divide the tokens of a row; set one of them to 1")
 
 
-def _strategy(
-    layout: Layout, settings: Settings, replicas: int | None, read: "_SettingsReader", problems: list[str]
-) -> Strategy:
+def _strategy(layout: Layout, replicas: int | None, read: "_SettingsReader") -> Strategy:
+    fsdp = read.settings.fsdp
     if layout == "fsdp1":
-        numbered = {
-            str(number): name
-            for number, name in enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"), 1)
-        }
-        # Accelerate's version 1 takes a strategy's name under either key, true or false under neither.
-        if isinstance(settings.fsdp.get("reshard_after_forward"), bool):
-            problems.append(
-                f"{settings.place_of('reshard_after_forward')}: fsdp_reshard_after_forward: version 1 takes "
-                "no true or false; use fsdp_sharding_strategy"
-            )
+        # Accelerate's version 1 takes a strategy's name or number under either key, true or false under neither.
+        if isinstance(fsdp.get("reshard_after_forward"), bool):
+            text = "fsdp_reshard_after_forward: version 1 takes no true or false; use fsdp_sharding_strategy"
+            read.refuse("reshard_after_forward", text)
             return "FULL_SHARD"
-        key = "sharding_strategy" if "sharding_strategy" in settings.fsdp else "reshard_after_forward"
-        return cast(Strategy, read.one_of(key, get_args(Strategy), "FULL_SHARD", numbered))
+        key = "sharding_strategy" if "sharding_strategy" in fsdp else "reshard_after_forward"
+        return cast(Strategy, read.one_of(key, get_args(Strategy), "FULL_SHARD", numbered=True))
     if layout == "fsdp2":
-        if "sharding_strategy" in settings.fsdp:
-            problems.append(
-                f"{settings.place_of('sharding_strategy')}: fsdp_sharding_strategy: version 1's key; version "
-                "2 takes fsdp_reshard_after_forward "
-                "(true: FULL_SHARD, false: SHARD_GRAD_OP) and parallelism_config for hybrid sharding"
+        if "sharding_strategy" in fsdp:
+            read.refuse(
+                "sharding_strategy",
+                "fsdp_sharding_strategy: version 1's key; version 2 takes fsdp_reshard_after_forward "
+                "(true: FULL_SHARD, false: SHARD_GRAD_OP) and parallelism_config for hybrid sharding",
             )
         if (replicas or 1) > 1:
             return "HYBRID_SHARD"
@@ -439,16 +439,17 @@ class _SettingsReader:
     """Values of a YAML, or of an environment (all strings), as the types that they mean."""
 
     settings: Settings
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
 
-    def boolean(self, key: str, default: bool = False) -> bool:
-        value = self.settings.fsdp.get(key, default)
-        if isinstance(value, bool):
-            return value
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
-        self.problems.append(f"{self.settings.place_of(key)}: fsdp_{key}: {value} does not fit; true or false")
-        return default
+    def refuse(self, key: str, text: str) -> None:
+        self.problems.append(f"{self.settings.place_of(key)}: {text}")
+
+    def boolean(self, key: str, default: bool = False, is_fp8: bool = False) -> bool:
+        section, prefix = (self.settings.fp8, "fp8_config.") if is_fp8 else (self.settings.fsdp, "fsdp_")
+        value = section.get(key, default)
+        if str(value).lower() not in ("true", "false"):
+            self.refuse(key, f"{prefix}{key}: {value} does not fit; true or false")
+        return str(value).lower() == "true"
 
     def integer(self, key: str, section: Mapping[str, Any], at_least: int = 0) -> int | None:
         value = section.get(key)
@@ -456,21 +457,34 @@ class _SettingsReader:
             return None
         if not isinstance(value, bool) and str(value).isdigit() and int(value) >= at_least:
             return int(value)
-        self.problems.append(
-            f"{self.settings.place_of(key)}: {key}: {value} does not fit; a whole number of at least "
-            f"{at_least} is expected"
-        )
+        self.refuse(key, f"{key}: {value} does not fit; a whole number of at least {at_least} is expected")
         return None
 
-    def one_of(self, key: str, known: Iterable[str], default: str, also: Mapping[str, str] | None = None) -> str:
+    def one_of(self, key: str, known: Sequence[str], default: str, *, numbered: bool = False) -> str:
         value = str(self.settings.fsdp.get(key, default)).upper()
-        value = (also or {}).get(value, value)
-        if value in known:
-            return value
-        self.problems.append(
-            f"{self.settings.place_of(key)}: fsdp_{key}: {value} is not known; use one of {', '.join(known)}"
+        if numbered:  # from 1 on
+            value = {str(number): name for number, name in enumerate(known, 1)}.get(value, value)
+        if value not in known:
+            self.refuse(key, f"fsdp_{key}: {value} is not known; use one of {', '.join(known)}")
+        return value
+
+    def fp8(self) -> Fp8:
+        """The fp8_config section."""
+        section = self.settings.fp8
+        backend, name = (
+            str(section.get("backend") or "AO").upper(),
+            str(section.get("recipe_name") or "tensorwise").lower(),
         )
-        return default
+        if backend not in ("AO", "NO"):
+            other = OTHER_BACKENDS.get(backend, backend)
+            self.refuse("backend", f"fp8_config.backend: {other} is not supported; set it to AO, which is torchao")
+            return Fp8()
+        if name not in get_args(Fp8Recipe):
+            known = ", ".join(get_args(Fp8Recipe))
+            text = f"fp8_config.recipe_name: {name} is not one of torchao's; use one of {known}"
+            self.refuse("recipe_name", text)
+        flags = (self.boolean(key, True, is_fp8=True) for key in ("enable_fsdp_float8_all_gather", "pad_inner_dim"))
+        return Fp8(cast(Fp8Recipe, name), *flags)
 
 
 def _show(value: Any) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from math import lcm, prod
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 from finetune.config.schema import Lora, Model, PipelineSchedule
 from finetune.constants import COMPUTE_DTYPE
@@ -12,23 +12,7 @@ from finetune.units import counted
 
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
-# Keys of fp8_config without their fp8_ prefix -> the variable that the launcher makes of them. `recipe_name` is
-# torchao's: Accelerate itself knows the first recipe only, but its launcher exports the key like the others.
-FP8_KEYS = {
-    "backend": "ACCELERATE_FP8_BACKEND",
-    "recipe_name": "ACCELERATE_FP8_RECIPE_NAME",
-    "enable_fsdp_float8_all_gather": "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
-    "pad_inner_dim": "ACCELERATE_FP8_PAD_INNER_DIM",
-}
-# Keys for the other backends. The launcher exports some of them whatever the backend.
-OTHER_BACKEND_KEYS = frozenset(
-    """
-    use_autocast_during_eval margin interval format amax_history_len amax_history_length amax_compute_algo
-    amax_compute_algorithm override_linear_precision opt_level optimization_level
-    """.split()  # noqa: SIM905 - a name a line would be a page
-)
 FP8_MULTIPLE = 16  # tensor cores take so many 8-bit numbers at a time
-OTHER_BACKENDS = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +27,6 @@ class Fp8:
     def multiplies_weight_gradients(self) -> bool:
         """Whether a weight's gradient is a product in FP8 too."""
         return self.recipe_name != "rowwise_with_gw_hp"
-
-
-def read_fp8(section: Mapping[str, Any], source: str, problems: list[str]) -> Fp8:
-    """The settings of an fp8_config section, keys without their prefix; adds to `problems` what does not fit."""
-    backend = str(section.get("backend") or "AO").upper()
-    if backend not in ("AO", "NO"):
-        name = OTHER_BACKENDS.get(backend, backend)
-        problems.append(f"{source}: fp8_config.backend: {name} is not supported; set it to AO, which is torchao")
-        return Fp8()
-    name = str(section.get("recipe_name") or "tensorwise").lower()
-    if name not in get_args(Fp8Recipe):
-        known = ", ".join(get_args(Fp8Recipe))
-        problems.append(f"{source}: fp8_config.recipe_name: {name} is not one of torchao's; use one of {known}")
-    flags = {}
-    for key in ("enable_fsdp_float8_all_gather", "pad_inner_dim"):
-        value = str(section.get(key, True)).lower()
-        if value not in ("true", "false"):
-            problems.append(f"{source}: fp8_config.{key}: {section[key]} does not fit; true or false")
-        flags[key] = value == "true"
-    return Fp8(cast(Fp8Recipe, name), **flags)
-
-
-def read_fp8_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Rebuilds the fp8_config section from the launcher's variables. The launcher writes 1 and 0 for true and false."""
-    section = {key: environ[variable] for key, variable in FP8_KEYS.items() if variable in environ}
-    return {key: {"1": "true", "0": "false"}.get(value, value) for key, value in section.items()}
 
 
 def is_multiplied_in_fp8(shape: tuple[int, ...]) -> bool:
@@ -144,10 +102,6 @@ class Sharding:
         """Where `key` of the Accelerate file stands: the file and its line, or the source alone."""
         return self.places.get(key.removeprefix("fsdp_"), self.source)
 
-    def describe_mesh(self) -> str:
-        """The product of `mesh_sizes`."""
-        return describe_sizes(self.mesh_sizes or {})
-
     @property
     def is_fsdp(self) -> bool:
         return self.layout in ("fsdp1", "fsdp2")
@@ -172,11 +126,6 @@ class Sharding:
     def group_sizes(self) -> dict[str, int]:
         """The sizes of DIVISIONS, by the Accelerate file's keys."""
         return {key: getattr(self, name) for key, (name, _) in DIVISIONS.items()}
-
-    @property
-    def tensor_ranks(self) -> int:
-        """Ranks that share the matrices of a layer."""
-        return self.tensor_parallel_size
 
     def describe_tensor_ranks(self) -> str:
         """The key that shards matrices, with its value."""

@@ -18,6 +18,7 @@ from finetune.config.facts import (
     is_set,
     layout_rule,
 )
+from finetune.config.layout import describe_sizes
 from finetune.config.model_rules import is_uneven_vocabulary, set_to_divisor, trains_experts
 from finetune.config.optimization import DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
@@ -190,8 +191,8 @@ POSSIBLE: tuple[Rule, ...] = (
     layout_rule(
         "sizes of the mesh", "parallelism_config",
         when=lambda c: c.layout.mesh_sizes is not None and _count_mesh(c) != c.ranks,
-        message=lambda c: f"{c.layout.describe_mesh()}{_describe_stages(c)} = {_count_mesh(c)}, but {c.ranks} "
-        f"{'rank was' if c.ranks == 1 else 'ranks were'} launched",
+        message=lambda c: f"{describe_sizes(c.layout.mesh_sizes or {})}{_describe_stages(c)} = {_count_mesh(c)}, "
+        f"but {c.ranks} {'rank was' if c.ranks == 1 else 'ranks were'} launched",
         advice=lambda c: f"set the sizes so that their product is {c.ranks}",
     ),
     layout_rule(

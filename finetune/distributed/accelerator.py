@@ -42,7 +42,7 @@ def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> Pro
     sequences = sharding.sequence_parallel_size
     if sequences == 1:
         return None
-    tensors = sharding.tensor_ranks
+    tensors = sharding.tensor_parallel_size
     sizes = (ranks // (sequences * tensors), sequences, tensors)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(BATCH, SEQUENCE, TENSOR))
     return mesh.get_group(SEQUENCE)

@@ -196,7 +196,7 @@ class RunSpec:
     @property
     def tensor_ranks(self) -> int:
         """The number of ranks that divide the matrices of a layer between them."""
-        return self.sharding.tensor_ranks
+        return self.sharding.tensor_parallel_size
 
     def state(self, rank: int = 0) -> State:
         """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most."""
