@@ -471,10 +471,8 @@ class _SettingsReader:
     def fp8(self) -> Fp8:
         """The fp8_config section."""
         section = self.settings.fp8
-        backend, name = (
-            str(section.get("backend") or "AO").upper(),
-            str(section.get("recipe_name") or "tensorwise").lower(),
-        )
+        backend = str(section.get("backend") or "AO").upper()
+        name = str(section.get("recipe_name") or "tensorwise").lower()
         if backend not in ("AO", "NO"):
             other = OTHER_BACKENDS.get(backend, backend)
             self.refuse("backend", f"fp8_config.backend: {other} is not supported; set it to AO, which is torchao")
