@@ -659,7 +659,7 @@ FOUR_BIT_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     tool: {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": tool != "TRL"} for tool in TOOL_NAMES
 }
 
-# What a recipe that names another tool's key or value is told.
+# What the reader answers to another tool's key or value in a recipe.
 # Top-level keys of an Accelerate file; after the first eight, those that are for its launcher alone.
 ACCELERATE_KEYS = frozenset(
     """
