@@ -415,7 +415,7 @@ class Session:
         return start_run(*keys, model, size, optimizer, objectives, self.progress, self.inputs, hooks)
 
     def _objective(self, loss: LossFunction | str | None, *, has_own_rows: bool) -> Objective:
-        facts = self.recipe.method_facts
+        facts, top_k = self.recipe.method_facts, self.recipe.method.distill_top_k
         if loss == "cross_entropy" and facts.rows == "answers":
             return SFT
         if isinstance(loss, str):
@@ -429,7 +429,7 @@ class Session:
             return FunctionObjective(loss, counts_pairs=facts.documents > 1)
         if facts.rows == "answers" and self.recipe.teacher is None:
             return SFT
-        if self._loaded.objectives is None or (has_own_rows and facts.needs_reference):
+        if self._loaded.objectives is None or (has_own_rows and (facts.needs_reference or top_k)):
             raise UserError(
                 f"forward_backward: {self.recipe.method.method} is prepared with the recipe's data; give datasets, and "
                 "pass a batch of `batches()`, or pass a loss function"

@@ -129,6 +129,12 @@ RULES: tuple[Rule, ...] = (
         fix={"streaming": False},
     ),
     Rule(
+        name="streaming with stored teachers", keys=("streaming", "distill_top_k"),
+        when=lambda c: c["streaming"] and c["distill_top_k"] is not None,
+        message="streaming cannot be combined with distill_top_k: the teacher is asked of all data before training",
+        advice="remove one of the two",
+    ),
+    Rule(
         name="split answers that are compared", keys=("overlength", "method"),
         when=lambda c: c.recipe.method_facts.compares and c["overlength"] == "split",
         message="overlength: split would cut up the answers that method: {method} compares; set truncate, drop or "

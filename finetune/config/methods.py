@@ -172,7 +172,8 @@ METHODS: Mapping[str, MethodFacts] = {
     ),
     "distill": MethodFacts(
         says="learns a larger model's probabilities for every token of the answers",
-        keys=(*TEACHER_KEYS, "distill_beta", "temperature", "distill_alpha", *LABEL_KEYS), needs_teacher=True,
+        keys=(*TEACHER_KEYS, "distill_beta", "temperature", "distill_top_k", "distill_alpha", *LABEL_KEYS),
+        needs_teacher=True,
     ),
     "grpo": MethodFacts(
         says="samples completions of prompts, and learns which of them get the larger reward", rows="prompts",
@@ -230,6 +231,9 @@ class Method:
     temperature: Annotated[float, Gt(0), SameOnResume,
         "What logits are divided by: distill: those of teacher and student; grpo, on_policy_distill: all, in sampling "
         "and in training."] = 1.0
+    distill_top_k: Annotated[int | None, Gt(0), SameOnResume,
+        "distill: ask the teacher once, before training: at each trained token its so many likeliest ones are kept in "
+        "files, and the divergence is over them and all others together. null: ask it in each step."] = None
     distill_alpha: Annotated[float, Gt(0), Le(1), SameOnResume,
         "distill: the weight of the divergence; the rest is the weight of the labels' cross entropy."] = 1.0
 # fmt: on

@@ -35,7 +35,7 @@ from finetune.models.fake_quantize import fake_quantize
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.chunks import TokenWeights
 from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
-from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, find_top, head_divergence
 from finetune.models.lora import add_adapters, is_adapter, names_of_parameters, read_adapter, with_adapters
 from finetune.models.moe.experts import (
     count_active,
@@ -302,27 +302,30 @@ class Teacher:
 
         inputs: the model's keyword arguments, with `trained_positions`.
         """
-        # What enters the teacher's head at the trained positions.
-        select = lambda _head, hidden, _labels, at: hidden if at is None else hidden[at]  # noqa: E731
-        states = self.model(**inputs, head_function=select)
+        states = self._states(inputs)
 
         def diverge(head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
             own: Any = self.model.get_output_embeddings()  # type: ignore[operator]
             with gathered(own):
-                return linear_divergence(
-                    hidden,
-                    head.weight,
-                    labels,
-                    TeacherScores(states, own.weight, own.bias, own.logits),
-                    self.options,
-                    bias=head.bias,
-                    logits=head.logits,
-                    trained_positions=positions,
-                    label_smoothing=head.label_smoothing if head.training else 0.0,
-                    weigh=head.token_weights if head.training else None,
-                )
+                scores = TeacherScores(states, own.weight, own.bias, own.logits)
+                return head_divergence(scores, self.options)(head, hidden, labels, positions)
 
         return diverge
+
+    @torch.no_grad()
+    def find_top(self, inputs: Mapping[str, Any], rows: int, k: int) -> tuple[Tensor, Tensor]:
+        """`ids` and `scores` of `TopScores`, over the first `rows` of the vocabulary."""
+        own: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+        states = self._states(inputs)
+        with gathered(own):
+            scores = TeacherScores(states, own.weight, own.bias, own.logits)
+            return find_top(scores, min(rows, scores.rows), k, self.options.temperature)
+
+    def _states(self, inputs: Mapping[str, Any]) -> Tensor:
+        """What enters the teacher's head at the trained positions."""
+        select = lambda _head, hidden, _labels, at: hidden if at is None else hidden[at]  # noqa: E731
+        found: Tensor = self.model(**inputs, head_function=select)
+        return found
 
 
 def load_teacher(recipe: Recipe, world: World) -> Teacher:

@@ -174,8 +174,9 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     forward = (flops + 2 * _count_frozen(spec)) / 3  # the backward takes twice as many, but for frozen weights
     again = forward if spec.reference == "adapters off" else 0.0
     flops += again
-    if spec.teacher is not None:
-        flops += spec.teacher.flop_per_token(spec.recipe.data.max_length)
+    asked = 0.0 if spec.teacher is None else spec.teacher.flop_per_token(spec.recipe.data.max_length)
+    is_stored = spec.recipe.method.distill_top_k is not None  # asked once, before training
+    flops += 0.0 if is_stored else asked
     offload, files = offload_seconds(spec), files_seconds(spec)
     peak = mix_peaks(PEAK_FLOPS[ASSUMED_DEVICE], _fp8_share(spec, flops))
     rollout = rollout_seconds(spec, mfu, forward)
@@ -188,9 +189,10 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         passes = optimization.num_train_epochs * spec.recipe.rollout.num_iterations
         steps = max(1, round(epoch_tokens / spec.tokens_per_step * passes))
     reference_seconds = None
-    if spec.reference == "stored" and epoch_tokens is not None:  # a forward of every document; held-out ones aside
+    once = forward if spec.reference == "stored" else asked if is_stored else 0.0
+    if once and epoch_tokens is not None:  # a forward of every document; held-out ones aside
         seen = epoch_tokens if steps is None else min(epoch_tokens, steps * spec.tokens_per_step)
-        reference_seconds = seen * forward / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
+        reference_seconds = seen * once / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
     communication = count_communication(spec)
     seconds = [(each.seconds(links or Links(), spec.ranks_per_node), each.is_awaited) for each in communication]
     return Speed(

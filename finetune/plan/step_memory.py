@@ -23,6 +23,7 @@ from finetune.plan.temporary_memory import (
     Snapshot,
     UnitMemory,
     dequantized_at_once,
+    divergence_chunk_bytes,
     expert_factor_bytes,
     fp8_bytes,
     log_probability_backward_bytes,
@@ -190,6 +191,9 @@ class Phase:
 
 def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     """Every phase of the run with its peak, on the rank that holds the most."""
+    if spec.teacher is not None and spec.recipe.method.distill_top_k is not None:
+        loading, *training = plan_phases(replace(spec, teacher=None))
+        return (loading, _plan_asking(spec), *training)
     by_stage = [_plan_stage(replace(spec, stage=stage)) for stage in range(spec.stages)]
     return tuple(max(phases, key=lambda phase: phase.peak.total) for phases in zip(*by_stage, strict=True))
 
@@ -227,6 +231,18 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
         Phase(name, max((_with_overhead(spec, point) for point in points), key=lambda point: point.total))
         for name, points in by_name.items()
     )
+
+
+def _plan_asking(spec: RunSpec) -> Phase:
+    """The teacher, asked before training: beside the model, and freed before the first step."""
+    state = State(0, 0, 0, 0) if spec.sharding.cpu_offload else spec.state()
+    teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
+    weights = Snapshot("", parameters=state.trained + state.frozen, teacher=teacher)
+    scores = replace(
+        weights, name="its likeliest tokens", loss=meeting_bytes(spec, spec.tokens), gathered=teachers_tail(spec)
+    )
+    points = [*_teacher_first(spec, weights, spec.tokens), scores]
+    return Phase("teacher", max((_with_overhead(spec, point) for point in points), key=lambda point: point.total))
 
 
 SAMPLED_BYTES = 28  # of a logit that is sampled from: it, log-probability and probability in fp32, two sums in fp64
@@ -329,8 +345,12 @@ def loss_bytes(spec: RunSpec) -> int:
 
 
 def _chunk_bytes(spec: RunSpec, tokens: int) -> int:
+    method = spec.recipe.method
     if spec.teacher is not None:
         return meeting_bytes(spec, tokens)
+    if method.distill_top_k is not None:
+        vocabulary = spec.architecture.vocabulary
+        return divergence_chunk_bytes(vocabulary, tokens, spec.computation, method.distill_beta, method.temperature)
     return loss_chunk_bytes(spec.part.vocabulary, tokens, spec.computation)
 
 

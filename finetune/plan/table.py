@@ -124,9 +124,11 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
         return []
     a, quantization, model = spec.teacher.architecture, spec.teacher.quantization, spec.recipe.teacher
     stored = f", {describe_quantization(quantization)} in linear layers" if quantization.bits else ""
+    top_k = spec.recipe.method.distill_top_k
+    asked = f"; asked before training, its {top_k} likeliest of each token kept in files" if top_k is not None else ""
     return [
         f"teacher    {model and model.model_name_or_path}: {a.model_type}, {count(a.parameters)} "
-        f"parameters, frozen in {spec.compute_dtype}{stored}"
+        f"parameters, frozen in {spec.compute_dtype}{stored}{asked}"
     ]
 
 
@@ -200,7 +202,7 @@ def format_speed(found: Speed, ranks: int) -> str:
         lines.append(f"of a step, {found.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)")
     if found.reference_seconds is not None:
         seconds = format_duration(found.reference_seconds)
-        lines.append(f"before training {seconds} for the reference: a forward of the data")
+        lines.append(f"before training {seconds} for the reference or the teacher: a forward of the data")
     if found.offload_seconds:
         lines.append(
             f"of a step, {format_duration(found.offload_seconds)} are offload: state and gradients over PCIe at "

@@ -146,7 +146,7 @@ def _load_or_compute(
             "trained; remove streaming, or train adapters alone"
         )
     stored = {name: each for name, each in batches.items() if isinstance(each, StoredBatches)}
-    key: str = RankGroup(world).on_main(lambda: _hash_inputs(recipe, stored, weights, world))
+    key: str = RankGroup(world).on_main(lambda: hash_inputs(recipe, stored, weights, world))
     path = cache_folder(recipe.data) / f"reference-{key}.json"
     nothing = {name: torch.full((len(each.examples),), torch.nan, dtype=torch.float64) for name, each in stored.items()}
     kept = (_read(path, nothing) if world.is_main else None) or nothing
@@ -159,7 +159,7 @@ def _load_or_compute(
             found[name] = torch.where(part.isnan(), found[name], part)
             RankGroup(world).on_all(lambda: _write(path, found) if world.local_rank == 0 else None)
             if signals.agree(world).stop:
-                wanted = sum(len(_documents_of(each, i)) for each in stored.values() for i in _steps_of(each))
+                wanted = sum(len(documents_of(each, i)) for each in stored.values() for i in steps_of(each))
                 known = sum(int((~values.isnan()).sum()) for values in found.values())
                 raise Preempted(
                     f"{path}: stopped by a signal; the reference of {known:,} of {wanted:,} documents is kept there, "
@@ -211,20 +211,20 @@ def _missing_steps(batches: StoredBatches, found: Tensor) -> list[int]:
     """The steps with a document whose log-probability has not been `found`."""
     if not found.isnan().any():
         return []
-    return [step for step in _steps_of(batches) if found[_documents_of(batches, step)].isnan().any()]
+    return [step for step in steps_of(batches) if found[documents_of(batches, step)].isnan().any()]
 
 
-def _documents_of(batches: StoredBatches, step: int) -> NDArray[np.int64]:
+def documents_of(batches: StoredBatches, step: int) -> NDArray[np.int64]:
     """Those of all ranks."""
     return np.concatenate(batches.rows_of(step))
 
 
-def _steps_of(batches: StoredBatches) -> range:
+def steps_of(batches: StoredBatches) -> range:
     """The steps in which every example that the run comes to is seen."""
     return range(min(batches.steps, batches.steps_per_epoch))
 
 
-def _hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: str | None, world: World) -> str:
+def hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: str | None, world: World) -> str:
     """A hash of everything that decides the log-probabilities: the weights, how they compute, and the tokens."""
     keys = {"model": asdict(recipe.model), "lora": asdict(recipe.lora), "quantization": asdict(recipe.quantization)}
     # FSDP casts the weights, the others each product: not the same numbers.

@@ -38,6 +38,7 @@ from finetune.plan.advice import list_changes
 from finetune.plan.plan import format_plan, make_plan
 from finetune.plan.step_memory import find_peak
 from finetune.pretrained_config import read_facts, text_config_of
+from finetune.training.objectives.distill import StoredTeacher
 from finetune.training.objectives.sft import Objective
 from finetune.training.run_folder import METRICS
 from finetune.training.run_log import DIVERGED_ADVICE
@@ -159,7 +160,10 @@ def describe_adapter(recipe: Recipe) -> list[str]:
 
 def describe_teacher(objective: Objective, longest: int) -> list[str]:
     """The model that is learned from, if any, by examples of up to `longest` tokens."""
-    teacher: Teacher | None = getattr(objective, "teacher", None)
+    teacher: Teacher | StoredTeacher | None = getattr(objective, "teacher", None)
+    if isinstance(teacher, StoredTeacher):
+        (ids, _), tokens = teacher.pieces[0], sum(len(ids) for ids, _ in teacher.pieces)
+        return [f"teacher asked before training: its {ids.shape[1]} likeliest of each of {tokens:,} tokens, in files"]
     if teacher is None:
         return []
     positions = getattr(text_config_of(teacher.model.config), "max_position_embeddings", None)

@@ -14,7 +14,7 @@ from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import gathers_fp8
 from finetune.config.reader import to_dict
-from finetune.config.schema import Recipe
+from finetune.config.schema import Model, Recipe
 from finetune.data.batches import OnReport, StepBatch, StoredBatches
 from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
@@ -26,12 +26,12 @@ from finetune.errors import UserError
 from finetune.export.merge_choice import write_comparison_rows
 from finetune.files.run_json import append_json_lines, drop_later_lines, read_json_lines
 from finetune.flops import flop_per_token_of
-from finetune.models.load import ModelSize, load_teacher
+from finetune.models.load import ModelSize, Teacher, load_teacher
 from finetune.models.probe import check_training_forward
 from finetune.pretrained_config import text_config_of
 from finetune.training.evaluate import SAMPLES
 from finetune.training.hooks import Hooks
-from finetune.training.objectives.distill import Distillation, teacher_flop_per_token
+from finetune.training.objectives.distill import Distillation, find_stored_teacher, teacher_flop_per_token
 from finetune.training.objectives.policy import PolicyObjective, make_policy_objectives
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.sft import SFT, Objective, Objectives
@@ -60,11 +60,11 @@ def make_objectives(
     """
     facts, teacher = recipe.method_facts, None
     if recipe.teacher is not None:
-        try:
-            teacher = load_teacher(recipe, world)
-            check_training_forward(teacher.model, recipe.teacher, recipe.data, world)
-        except UserError as error:
-            raise UserError(f"teacher_model_name_or_path: {error}") from error
+        load = partial(load_checked_teacher, recipe, recipe.teacher, world)
+        if recipe.method.distill_top_k is not None:
+            known = find_stored_teacher(model, recipe, data, inputs, world, load)
+            return Objectives(*(Distillation(known.get(name, known["training"])) for name in ("training", "held_out")))
+        teacher = load()
         if not facts.samples:
             return Objectives(Distillation(teacher), Distillation(teacher))
     if facts.samples:
@@ -82,6 +82,16 @@ def make_objectives(
     if references is None:
         return Objectives(training, held_out)
     return Objectives(replace(training, reference=references[0]), replace(held_out, reference=references[1]))
+
+
+def load_checked_teacher(recipe: Recipe, keys: Model, world: World) -> Teacher:
+    """The recipe's teacher (or the reference of a method that samples), whose forward is compared with its own."""
+    try:
+        teacher = load_teacher(recipe, world)
+        check_training_forward(teacher.model, keys, recipe.data, world)
+    except UserError as error:
+        raise UserError(f"teacher_model_name_or_path: {error}") from error
+    return teacher
 
 
 def _chosen_tokens_per_pair(batches: StoredBatches | None) -> float | None:

@@ -391,6 +391,18 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     ["max_num_gen_batches=3", "loss_type=reinforce++"],
                     "max_num_gen_batches drops groups whose rewards are all alike, from which reinforce++ still teaches",
                 ),
+                (
+                    [
+                        "method=distill",
+                        "rewards=[]",
+                        "max_completion_length=256",
+                        "teacher_model_name_or_path=T",
+                        "distill_top_k=4",
+                        "streaming=true",
+                        "max_steps=3",
+                    ],
+                    "streaming cannot be combined with distill_top_k: the teacher is asked of all data before",
+                ),
                 (["vllm_server_base_url=localhost:8000"], "localhost:8000 is no address; write it as http://"),
                 (
                     ["vllm_server_base_url=http://a", LORA, "use_dora=true"],

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.training.objectives import distill
 from finetune.training.objectives.distill import read_teacher_facts
 from finetune.training.screens import describe_teacher
 from finetune.training.start import make_objectives
@@ -45,6 +47,8 @@ TEACHERS: dict[str, dict[str, Any]] = {
 MODES: dict[str, dict[str, Any]] = {
     "jsd": {"teacher": "wide", "distill_beta": 0.4, "temperature": 1.5, "distill_alpha": 0.6},
     "reverse": {"teacher": "tied", "distill_beta": 1.0, "label_smoothing": 0.1, "distill_alpha": 0.5},
+    "top": {"teacher": "wide", "distill_beta": 0.4, "temperature": 1.5, "distill_alpha": 0.6, "distill_top_k": 5},
+    "every": {"teacher": "wide", "distill_beta": 0.4, "temperature": 1.5, "distill_alpha": 0.6, "distill_top_k": 999},
     "forward": {"teacher": "wide", "distill_beta": 0.0, "teacher_load_in_4bit": True, "use_peft": True, "lora_r": 4},
 }
 PADDED: dict[str, Any] = {"packing": False, "global_batch_size": ROWS}
@@ -54,6 +58,10 @@ EVERY: list[tuple[int, str, str, str]] = [
     (2, "offload", "jsd", "padded"),
     (2, "ddp", "reverse", "packed"),
     (2, "full_shard", "forward", "packed"),
+    (1, "single", "top", "packed"),
+    (2, "full_shard", "top", "padded"),
+    (1, "single", "every", "packed"),
+    (3, "ddp", "top", "packed"),
     (3, "full_shard", "jsd", "packed"),
     (3, "ddp", "reverse", "padded"),
     (4, "hybrid", "reverse", "padded"),
@@ -137,6 +145,14 @@ def plain_losses(recipe_path: Path) -> list[dict[str, float]]:
         logits, targets = (torch.cat(part)[trained] for part in list(zip(*documents, strict=True))[:2])
         theirs = torch.cat([each for _, _, each in documents if each is not None])[trained, : logits.shape[1]]
         student, theirs = ((each / method.temperature).log_softmax(-1) for each in (logits, theirs))
+        if method.distill_top_k is not None:  # of its likeliest tokens, and of all others together
+            likeliest = theirs.topk(min(method.distill_top_k, theirs.shape[1])).indices
+            others = torch.ones_like(theirs, dtype=torch.bool).scatter(1, likeliest, False)
+            parts = [(each.gather(1, likeliest), each.masked_fill(~others, -torch.inf)) for each in (student, theirs)]
+            is_whole = likeliest.shape[1] == theirs.shape[1]
+            student, theirs = (
+                top if is_whole else torch.cat((top, rest.logsumexp(1, keepdim=True)), 1) for top, rest in parts
+            )
         beta = method.distill_beta
         if beta in (0, 1):
             to, of = (student, theirs) if beta == 0 else (theirs, student)
@@ -195,6 +211,37 @@ def test_held_out_rows_have_a_divergence_and_a_cross_entropy_too(
     for key in ("loss", "kl", "cross_entropy"):
         assert first[f"eval_{key}"] == pytest.approx(expected[mode][0][key], rel=1e-5)
     assert last["eval_loss"] < first["eval_loss"]
+
+
+def test_a_stored_teacher_is_a_bound_from_below_and_checksummed(
+    recipes: dict[str, Path], runs: Callable[..., Path], expected: Expected
+) -> None:
+    for top, every, whole in zip(*(expected[mode] for mode in ("top", "every", "jsd")), strict=True):
+        assert 0.2 * whole["kl"] < top["kl"] < 0.99 * whole["kl"] and every["kl"] == pytest.approx(
+            whole["kl"], rel=1e-5
+        )
+    assert "teacher asked before training: its 5 likeliest of each of " in runs_log(runs(1, "single", "top", "packed"))
+    recipe = read_recipe(str(recipes["top"]))
+    found = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), reference.Alone())
+    folder = next(
+        path.parent
+        for path in (recipes["top"].parent / "cache").glob("teacher-*/training/*-of-00001-ids.npy")
+        if np.load(path, allow_pickle=False).shape[1] == 5
+    )
+    known = distill._recall(folder, found.train, recipe)  # type: ignore[arg-type]
+    assert known is not None and known.rows == 262 and (known.places[:, 2] == found.train.examples.trained).all()  # type: ignore[union-attr]
+    scores = known.pieces[0][1]
+    assert scores.dtype == np.float32 and np.exp(scores).sum(1) == pytest.approx(1, abs=1e-5)
+    damaged = next(folder.glob("*-scores.npy"))
+    content = bytearray(damaged.read_bytes())
+    content[-9] ^= 1
+    damaged.write_bytes(content)
+    assert distill._recall(folder, found.train, recipe) is None  # type: ignore[arg-type]
+
+
+def runs_log(run: Path) -> str:
+    """What the ranks of its number have printed."""
+    return (run.parent / f"{run.name.partition('-')[0]}.log").read_text()
 
 
 def test_a_resumed_run_has_the_same_numbers_and_a_checkpoint_holds_no_teacher(runs: Callable[..., Path]) -> None:

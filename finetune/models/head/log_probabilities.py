@@ -6,7 +6,9 @@ where the head is trained, the backward computes the chunks a second time for it
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +34,7 @@ from finetune.models.head.chunks import (
     scatter_rows,
     widen,
 )
-from finetune.models.head.cross_entropy import CrossEntropyHead
+from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction
 
 
 def head_log_probabilities(
@@ -134,6 +136,15 @@ class TeacherScores:
     bias: Tensor | None = None
     logits: LogitTransform = UNCHANGED
 
+    @property
+    def rows(self) -> int:
+        """Of the vocabulary."""
+        return len(self.weight)
+
+    def beside(self, student: Tensor, chunk: slice, temperature: float) -> Tensor:
+        """The teacher's log-probabilities of the chunk, over as many ids as those [tokens, ids] of the student."""
+        return self.log_probabilities(chunk, student.shape[1], temperature)
+
     def log_probabilities(self, chunk: slice, rows: int, temperature: float) -> Tensor:
         """[tokens of the chunk, rows], fp32 or wider: over the first `rows` of the vocabulary."""
         scores = F.linear(self.hidden[chunk], self.weight[:rows], None if self.bias is None else self.bias[:rows])
@@ -141,11 +152,62 @@ class TeacherScores:
         return _log_softmax(logits, temperature)
 
 
+@dataclass(frozen=True, slots=True)
+class TopScores:
+    """A teacher's log-probabilities of its likeliest tokens, and of all others together."""
+
+    ids: Tensor  # int64[trained tokens, k]
+    scores: Tensor  # fp32[trained tokens, k + 1]: theirs, then the others'
+    rows: int  # of the vocabulary over which they were computed
+
+    def beside(self, student: Tensor, chunk: slice, temperature: float) -> Tensor:
+        """[tokens of the chunk, rows]: the others share their probability as the student shares it among them.
+
+        So the divergence is that of k + 1 outcomes, gradient included: a bound of the whole one from below, and it
+        itself where k is the vocabulary.
+        """
+        ids = self.ids[chunk]
+        others = student.scatter(1, ids, -torch.inf).logsumexp(1)
+        teacher = student + (self.scores[chunk, -1] - others)[:, None]
+        return teacher.scatter_(1, ids, self.scores[chunk, :-1])
+
+
+def find_top(scores: TeacherScores, rows: int, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """`ids` and `scores` of `TopScores`, chunk by chunk."""
+    size, found = divergence_chunk_tokens(scores.rows, scores.hidden.device.type), []
+    for start in range(0, max(1, len(scores.hidden)), size):
+        each = scores.log_probabilities(slice(start, start + size), rows, temperature)
+        top, ids = each.topk(min(k, rows), 1)
+        others = each.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+        found.append((ids, torch.cat((top, others), 1).float()))
+    return torch.cat([ids for ids, _ in found]), torch.cat([values for _, values in found])
+
+
+def head_divergence(teacher: TeacherScores | TopScores, options: DivergenceOptions) -> HeadFunction:
+    """A head function of a student: the three sums of `linear_divergence`."""
+
+    def diverge(head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+        return linear_divergence(
+            hidden,
+            head.weight,
+            labels,
+            teacher,
+            options,
+            bias=head.bias,
+            logits=head.logits,
+            trained_positions=positions,
+            label_smoothing=head.label_smoothing if head.training else 0.0,
+            weigh=head.token_weights if head.training else None,
+        )
+
+    return diverge
+
+
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    teacher: TeacherScores,
+    teacher: TeacherScores | TopScores,
     options: DivergenceOptions,
     *,
     bias: Tensor | None = None,
@@ -166,8 +228,8 @@ def linear_divergence(
     Returns:
         fp32[3]. The first has gradients to hidden, weight and bias, the others are for the log.
     """
-    rows = min(len(weight), len(teacher.weight))
-    tokens = chunk_tokens or divergence_chunk_tokens(max(len(weight), len(teacher.weight)), hidden.device.type)
+    rows = min(len(weight), teacher.rows)
+    tokens = chunk_tokens or divergence_chunk_tokens(max(len(weight), teacher.rows), hidden.device.type)
     needs_grad = find_needed_gradients(hidden, weight, bias)
     ids = labels if trained_positions is None else labels[trained_positions]
 
@@ -175,10 +237,10 @@ def linear_divergence(
         sums = torch.zeros(3, dtype=widen(weight.dtype), device=weight.device)
 
         def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
-            of_teacher = teacher.log_probabilities(chunk, rows, options.temperature)
+            of_teacher = partial(teacher.beside, chunk=chunk, temperature=options.temperature)
             transformed, capped = logits.forward(scores)
             found, grad = _compute_chunk(
-                transformed, of_teacher, ids[chunk], options, label_smoothing, any(needs_grad), weigh
+                transformed, of_teacher, rows, ids[chunk], options, label_smoothing, any(needs_grad), weigh
             )
             sums.add_(found)
             return None if grad is None else logits.backward(grad, capped)
@@ -191,7 +253,8 @@ def linear_divergence(
 
 def _compute_chunk(
     logits: Tensor,
-    teacher: Tensor,
+    of_teacher: Callable[[Tensor], Tensor],
+    rows: int,
     labels: Tensor,
     options: DivergenceOptions,
     label_smoothing: float,
@@ -200,14 +263,14 @@ def _compute_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """(the three sums, the gradient of the loss to the student's logits [tokens, vocabulary]) of one chunk.
 
-    teacher: log-probabilities [tokens, rows that both have].
+    of_teacher: its log-probabilities [tokens, rows] beside the student's, over the `rows` that both have.
     """
     beta, temperature, alpha = options
-    rows, trained = teacher.shape[1], labels != IGNORE_INDEX
+    trained = labels != IGNORE_INDEX
     plain = torch.log_softmax(logits, -1, dtype=widen(logits.dtype))
     is_plain = temperature == 1.0 and rows == logits.shape[1]
     student = plain if is_plain else _log_softmax(logits[:, :rows], temperature)
-    divergence, grad_divergence = measure_divergence(student, teacher, beta, gradient)
+    divergence, grad_divergence = measure_divergence(student, of_teacher(student), beta, gradient)
     cross_entropy = -label_log_probabilities(plain, labels, label_smoothing)
     by_token = torch.ones_like(cross_entropy)
     if weigh is not None:
