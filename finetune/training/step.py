@@ -27,8 +27,8 @@ from finetune.errors import UserError
 from finetune.models.embedding import NoisyDocuments
 from finetune.models.fake_quantize import round_from_step
 from finetune.models.moe.experts import Routing, find_routing
+from finetune.optim.build import UpdateInBackward
 from finetune.optim.update_rules import seed_from, seed_rounding
-from finetune.training.in_backward import UpdateInBackward
 from finetune.training.objectives.sft import SFT, Measured, Objective
 
 

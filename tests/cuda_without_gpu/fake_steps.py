@@ -28,9 +28,8 @@ from finetune.models import load
 from finetune.models.head import chunks as head_chunks
 from finetune.models.load import build_on_meta, load_model
 from finetune.models.quantized import linear as quantize
-from finetune.optim.build import build_optimizer
+from finetune.optim.build import UpdateInBackward, build_optimizer
 from finetune.pretrained_config import load_config
-from finetune.training.in_backward import UpdateInBackward
 from finetune.training.step import make_guard, train_step
 from tests.cuda_without_gpu.fake_cases import CASES, LENGTHS, Case, config_of, make_micro_batch
 from tests.cuda_without_gpu.fake_cuda import DeviceWaits, fake_tensors, pretend_device

@@ -28,8 +28,8 @@ from finetune.models.moe.experts import (
     find_routing,
     install_routing,
     keep_factors,
+    register_grouped,
 )
-from finetune.models.moe.grouped import register_grouped
 from finetune.models.moe.parallel import DividedExperts, divide_layer
 from finetune.training.reference import adapters_off
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen

@@ -17,8 +17,13 @@ from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.lora import add_adapters
-from finetune.models.moe.experts import expert_modules, keep_factors, set_experts_implementation
-from finetune.models.moe.grouped import GROUPED, register_grouped
+from finetune.models.moe.experts import (
+    GROUPED,
+    expert_modules,
+    keep_factors,
+    register_grouped,
+    set_experts_implementation,
+)
 from finetune.models.moe.parallel import divide_layer
 from finetune.plan.activations import Computation, kept_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture

@@ -25,9 +25,8 @@ from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World, join, leave
 from finetune.models import cpu_products
 from finetune.models.load import load_model
-from finetune.optim.build import build_optimizer
+from finetune.optim.build import UpdateInBackward, build_optimizer
 from finetune.plan.plan import make_plan
-from finetune.training.in_backward import UpdateInBackward
 from finetune.training.objectives.sft import SFT
 from finetune.training.step import make_guard, train_step
 from tests.forked_ranks import fork_ranks, import_all, wait

@@ -14,8 +14,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import Optimization, Recipe
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.optim.build import build_optimizer
-from finetune.training.in_backward import UpdateInBackward
+from finetune.optim.build import UpdateInBackward, build_optimizer
 from finetune.training.step import StepCheck, handle_nonfinite
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python

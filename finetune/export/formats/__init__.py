@@ -30,20 +30,10 @@ class PlannedFormat(Protocol):
 Planner = Callable[[Source, TargetModel, Weights, ExportOptions, str, Callable[[str], object]], PlannedFormat]
 
 
-def _plan_gguf(
-    source: Source,
-    target: TargetModel,
-    weights: Weights,
-    options: ExportOptions,
-    title: str,
-    log: Callable[[str], object],
-) -> PlannedFormat:
-    from finetune.export.formats.gguf_adapter import plan_adapter  # needs a package that may be missing
-    from finetune.export.formats.gguf_export import plan_gguf
+def _plan_gguf(*described: Any) -> PlannedFormat:
+    from finetune.export.formats.gguf_export import plan_gguf  # needs a package that may be missing
 
-    if not options.model:
-        return plan_adapter(source, target, options, title)
-    return plan_gguf(source, target, weights, options, title, log)
+    return plan_gguf(*described)
 
 
 def _plan_compressed(*described: Any) -> PlannedFormat:

@@ -1,8 +1,16 @@
-"""GGUF files: planned, streamed to disk a block of rows at a time, and read back by the gguf package."""
+"""GGUF files: planned, streamed to disk a block of rows at a time, read back by the gguf package, run by llama.cpp.
 
+llama.cpp runs in a process of its own (`_run`): a file that it cannot use ends that process, sometimes by an abort, and
+not the export.
+"""
+
+import json
 import math
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +21,7 @@ import numpy as np
 import torch
 import xxhash
 
+import finetune
 from finetune.errors import UserError
 from finetune.export.formats.gguf_model import FileTensor
 from finetune.export.target import prefetch, raw_bytes
@@ -146,3 +155,91 @@ def find_differences(path: Path, file: PlannedFile, written: dict[str, str]) -> 
         elif xxhash.xxh3_128(_bytes_of(tensor.data)).hexdigest() != written[name]:
             problems.append(f"{name}: differs from what was written")
     return problems
+
+
+def run_llama_cpp(
+    path: Path, prompts: Sequence[Sequence[int]], texts: Sequence[tuple[str, bool]]
+) -> tuple[list[Any], list[list[int]]]:
+    """What llama.cpp computes of the file `path`, on the CPU, with keys and values in float32.
+
+    Args:
+        prompts: Token ids.
+        texts: Texts to cut into tokens, each with whether it begins a document, so that bos belongs before it.
+
+    Returns:
+        For each prompt its logits, float32[tokens, vocabulary]; for each text its ids.
+
+    Raises:
+        UserError: Where llama.cpp cannot use the file.
+    """
+    given = {"path": str(path), "prompts": [list(map(int, ids)) for ids in prompts], "texts": list(texts)}
+    with TemporaryDirectory() as folder:
+        results = Path(folder) / "results.npz"
+        _run(given | {"results": str(results)}, f"{path.name}: not exported: llama.cpp cannot use it")
+        with np.load(results, allow_pickle=False) as arrays:
+            logits = [arrays[f"logits{number}"] for number in range(len(prompts))]
+            return logits, [arrays[f"tokens{number}"].tolist() for number in range(len(texts))]
+
+
+def quantize(source: Path, target: Path, file_type: str) -> None:
+    """Has llama.cpp write `source` as `target` in one of its own types. Raises `UserError` where it cannot."""
+    what = f"{target.name}: not exported: llama.cpp cannot quantize to {file_type}"
+    _run({"source": str(source), "target": str(target), "type": file_type}, what)
+    descriptor = os.open(target, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _run(given: Mapping[str, Any], what: str) -> None:
+    paths = os.pathsep.join(filter(None, [str(Path(finetune.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    process = subprocess.run(
+        [sys.executable, "-m", "finetune.export.formats.gguf_file"],
+        input=json.dumps(given),
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if "rror" in line or "GGML_ASSERT" in line]
+        raise UserError(f"{what}: {(lines or [f'exit code {process.returncode}'])[0].strip()}")
+
+
+def _compute(given: Mapping[str, Any]) -> None:
+    import llama_cpp
+    from llama_cpp import llama_cpp as library
+
+    default = library.llama_model_default_params()
+    default.use_extra_bufts = False  # else quantized weights are copied into memory, in another order
+    library.llama_model_default_params = lambda: default
+    f32 = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    yarn = dict.fromkeys(("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"), -1.0)  # as the file says
+    longest = max(map(len, given["prompts"]), default=1)
+    llama = llama_cpp.Llama(
+        given["path"], n_ctx=longest + 8, n_gpu_layers=0, logits_all=True, verbose=True, flash_attn=False, **f32, **yarn
+    )
+    arrays: dict[str, Any] = {}
+    for number, ids in enumerate(given["prompts"]):
+        llama.reset()
+        llama.eval(ids)
+        arrays[f"logits{number}"] = np.array(llama.scores[: len(ids)], dtype=np.float32)
+    for number, (text, begins) in enumerate(given["texts"]):
+        arrays[f"tokens{number}"] = np.array(
+            llama.tokenize(text.encode(), add_bos=begins, special=True), dtype=np.int64
+        )
+    np.savez(given["results"], **arrays)
+
+
+def _quantize(given: Mapping[str, Any]) -> None:
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{given['type'].upper()}")
+    parameters.nthread = os.cpu_count() or 1
+    if llama_cpp.llama_model_quantize(given["source"].encode(), given["target"].encode(), parameters):
+        raise SystemExit("error: llama_model_quantize failed")
+
+
+if __name__ == "__main__":
+    sent = json.load(sys.stdin)
+    _compute(sent) if "prompts" in sent else _quantize(sent)
