@@ -79,10 +79,10 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, Any]:
     import yaml
 
     from finetune.config.accelerate_file import read_sharding
+    from finetune.config.module_names import base_name
     from finetune.config.reader import read_recipe
     from finetune.distributed.world import join
     from finetune.models import load
-    from finetune.models.lora import base_name
     from finetune.optim.build import build_optimizer
     from finetune.pretrained_config import load_config
 

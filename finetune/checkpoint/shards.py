@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.checkpoint.manifest import MODEL
+from finetune.config.module_names import is_adapter
 from finetune.distributed.accelerator import TENSOR
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import local_part, optimizer_state_without_pickles, tied_names, unwrap
@@ -35,7 +36,6 @@ from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files.tensors import header_bytes, read_folder, read_slice
-from finetune.models.lora import is_adapter
 from finetune.models.quantized.base import quantized_layers
 from finetune.models.quantized.linear import CODES, SCALES
 from finetune.optim.nvme import OffloadedOptimizer, OffloadedTensor

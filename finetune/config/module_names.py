@@ -21,6 +21,7 @@ from finetune.config.schema import Lora, Model, Recipe, recipe_keys
 from finetune.errors import UserError
 
 SHOWN_MODULES = 12  # where a pattern matches none
+PEFT_PREFIX = "base_model.model."  # of every tensor's name in a PEFT folder
 
 
 def find_problem(pattern: str) -> str | None:
@@ -311,3 +312,26 @@ def _read_calls(conversions: ast.List | None, kind: str) -> Iterator[tuple[Any, 
         with suppress(ValueError):  # a pattern that is computed
             source, target = map(ast.literal_eval, nodes)
             yield source, target
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def base_name(name: str) -> str:
+    """A parameter's name in the base's files: peft moves an adapted layer's own into one or more `base_layer`.
+
+    >>> base_name("layers.0.mlp.experts.base_layer.base_layer.down_proj")
+    'layers.0.mlp.experts.down_proj'
+    """
+    return re.sub(r"(\.base_layer)+\.", ".", name)
+
+
+def peft_name(name: str) -> str:
+    """PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of this project named.
+
+    >>> peft_name("a.lora_magnitude_vector.default.weight"), peft_name("base_model.model.a.lora_A.weight")
+    ('a.lora_magnitude_vector', 'a.lora_A.weight')
+    """
+    short = re.sub(r"\.(lora_\w+|modules_to_save)\.default\b", r".\1", name.removeprefix(PEFT_PREFIX))
+    return short.replace(".modules_to_save.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")

@@ -106,7 +106,7 @@ class Lora:
 
     @property
     def is_fused(self) -> bool:
-        """Whether every adapter is computed with its layer (models/fused_lora.py), and the rest is frozen."""
+        """Whether every adapter is computed with its layer (models/lora.py), and the rest is frozen."""
         others = self.lora_dropout or self.use_dora or self.modules_to_save or self.lora_target_parameters
         return self.use_peft and not others
 

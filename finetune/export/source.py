@@ -19,6 +19,7 @@ import torch
 
 from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems, read_state
 from finetune.checkpoint.retention import find_newest_valid, list_checkpoints
+from finetune.config.module_names import peft_name
 from finetune.config.pretrained_adapter import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
@@ -28,7 +29,6 @@ from finetune.export import torch_files
 from finetune.files.hub import download_file, download_folder, find_local_folder
 from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_folder
-from finetune.models.lora import peft_name
 from finetune.models.quantized.base import StoredQuantized, split_quantized
 from finetune.models.quantized.published import dequantize_published
 from finetune.terminal import progress_bar

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from finetune.config.module_names import peft_name
 from finetune.errors import UserError
 from finetune.export import merge as lora
 from finetune.export.logits import stream_logits
@@ -21,7 +22,7 @@ from finetune.export.source import Source
 from finetune.export.target import TargetModel, describe_target, read_rows
 from finetune.export.write import Digests, Weights, ignore
 from finetune.files.tensors import read_files
-from finetune.models.lora import inject_adapters, peft_name
+from finetune.models.lora import inject_adapters
 
 # The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains.
 # Zero where nothing was rounded; else it allows for rounding every weight once (bfloat16 keeps 8 bits, float16 11) and

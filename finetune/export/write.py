@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from finetune.config.module_names import PEFT_PREFIX
 from finetune.config.pretrained_adapter import ADAPTER_WEIGHTS, why_unsupported
 from finetune.constants import ADAPTER
 from finetune.distributed.parallelize import Values
@@ -32,7 +33,6 @@ from finetune.export.target import (
 )
 from finetune.files.durable import sync_folder, write_file
 from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, header_bytes, read_slice
-from finetune.models.lora import PEFT_PREFIX
 from finetune.models.weights import Box, Slices
 from finetune.terminal import progress_bar
 from finetune.units import read_size

@@ -13,6 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from finetune.checkpoint.manifest import find_checkpoint_of
+from finetune.config.module_names import peft_name
 from finetune.config.quantization import describe_quantization, read_published_form
 from finetune.config.schema import RENDERINGS, Model
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
@@ -31,7 +32,6 @@ from finetune.files.tensors import read_folder, read_header
 from finetune.inference.find_model import ModelReference, trained_formats, trained_quantization
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.load import auto_class_of
-from finetune.models.lora import peft_name
 from finetune.models.rotary import install_document_rotary
 
 

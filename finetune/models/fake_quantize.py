@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from finetune.config.module_names import is_adapter
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.constants import ADAPTER_NAME
 from finetune.distributed.language_model import text_modules
 from finetune.errors import UserError
-from finetune.models.lora import is_adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from finetune.config.layout import Sharding, gathers_fp8, is_multiplied_in_fp8
+from finetune.config.module_names import is_adapter
 from finetune.distributed.language_model import text_modules
-from finetune.models.lora import is_adapter
 
 
 class Fp8Linear(Float8Linear):  # type: ignore[misc]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config.layout import compute_dtype, frozen_dtype
-from finetune.config.module_names import find_trained
+from finetune.config.module_names import find_trained, is_adapter
 from finetune.config.pretrained_adapter import find_adapter
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Lora, Model, Optimization, Quantization, QuantizationAware, Recipe
@@ -32,11 +32,10 @@ from finetune.models.checkpointing import (
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.embedding import install_embedding_noise, refuse_frozen_tokens, train_new_tokens
 from finetune.models.fake_quantize import fake_quantize
-from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.chunks import TokenWeights
 from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
 from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, find_top, head_divergence
-from finetune.models.lora import add_adapters, is_adapter, names_of_parameters, read_adapter, with_adapters
+from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameters, read_adapter, with_adapters
 from finetune.models.moe.experts import (
     count_active,
     install_experts,

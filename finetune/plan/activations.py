@@ -83,7 +83,7 @@ class Computation:
 
     @property
     def fuses_adapters(self) -> bool:
-        """Whether an adapted layer keeps its input as it came, shared, and no cast copy (models/fused_lora.py)."""
+        """Whether an adapted layer keeps its input as it came, shared, and no cast copy (models/lora.py)."""
         return self.lora is not None and not (self.lora.lora_dropout or self.lora.use_dora)
 
     @property

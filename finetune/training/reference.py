@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from finetune.config.module_names import is_adapter
 from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch, StoredBatches
 from finetune.data.prepare import PreparedData
@@ -33,7 +34,6 @@ from finetune.distributed.world import World
 from finetune.errors import Preempted, UserError
 from finetune.files.durable import make_folder, replace_file
 from finetune.models.head.log_probabilities import head_log_probabilities
-from finetune.models.lora import is_adapter
 from finetune.training.watch import SignalListener
 from finetune.units import counted
 

@@ -14,11 +14,11 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from finetune.config.layout import Sharding
+from finetune.config.module_names import base_name
 from finetune.config.schema import Lora, Model, Quantization
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
-from finetune.models.lora import base_name
 from finetune.models.quantized.base import quantized_layers
 from finetune.models.quantized.linear import CODES, SCALES, QuantizedTensor, QuantizedWeight, unpack_scales
 from tests.ranks import open_stores

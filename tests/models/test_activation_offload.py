@@ -15,9 +15,8 @@ from finetune.models import checkpointing as activation_offload
 from finetune.models.attention import kernels
 from finetune.models.attention.documents import install_attention
 from finetune.models.checkpointing import ActivationOffload, CudaCopies, _Kept, checkpoint_activations, compile_layers
-from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.cross_entropy import install_loss
-from finetune.models.lora import add_adapters
+from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen

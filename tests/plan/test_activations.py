@@ -14,9 +14,8 @@ from finetune.config.schema import Lora
 from finetune.distributed.parallelize import local_part
 from finetune.models.attention.documents import install_attention
 from finetune.models.checkpointing import checkpoint_activations
-from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
-from finetune.models.lora import add_adapters
+from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.models.moe.experts import (
     GROUPED,
     expert_modules,

@@ -9,9 +9,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from finetune.config.schema import Lora
 from finetune.models.attention.documents import install_attention
 from finetune.models.checkpointing import checkpoint_activations
-from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.cross_entropy import install_loss
-from finetune.models.lora import add_adapters
+from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.models.vision import forward_images
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture

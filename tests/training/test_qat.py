@@ -11,10 +11,10 @@ from torch import nn
 from torch.func import functional_call
 
 from finetune.checkpoint.retention import step_folder
+from finetune.config.module_names import peft_name
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.files.tensors import read, read_folder
-from finetune.models.lora import peft_name
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe

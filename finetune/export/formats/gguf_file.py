@@ -29,6 +29,7 @@ from finetune.export.write import fill_file, make_file
 
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
 Kind = gguf.GGMLQuantizationType
+IMPORTED = "finetune: imported"  # from here on, llama.cpp's process says what llama.cpp says
 # What is written here; every other type is made by llama.cpp.
 FILE_TYPES = {
     "f32": (Kind.F32, gguf.LlamaFileType.ALL_F32),
@@ -201,7 +202,8 @@ def _run(given: Mapping[str, Any], what: str) -> None:
         errors="replace",
     )
     if process.returncode:
-        lines = [line for line in process.stderr.splitlines() if "rror" in line or "GGML_ASSERT" in line]
+        said = process.stderr.rpartition(IMPORTED)[2].splitlines()  # without what imports say
+        lines = [line for line in said if "rror" in line or "GGML_ASSERT" in line]
         raise UserError(f"{what}: {(lines or [f'exit code {process.returncode}'])[0].strip()}")
 
 
@@ -241,5 +243,6 @@ def _quantize(given: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    print(IMPORTED, file=sys.stderr, flush=True)
     sent = json.load(sys.stdin)
     _compute(sent) if "prompts" in sent else _quantize(sent)

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import TypedDict
 
+from finetune.config.module_names import base_name
 from finetune.config.quantization import BLOCK, NESTED_BLOCK, quantize_to
 from finetune.config.schema import Quantization
 from finetune.distributed.parallelize import Slices, Values, find_local_slices, local_part
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files.tensors import StoredTensor, read, read_slice
-from finetune.models.lora import base_name
 from finetune.models.moe.experts import compute_experts, find_factors, take_over_adapters
 from finetune.models.quantized.linear import (
     CODES,

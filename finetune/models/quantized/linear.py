@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
+from finetune.config.module_names import base_name, is_adapter
 from finetune.config.quantization import (
     BLOCK,
     LOAD_KEYS,
@@ -28,7 +29,6 @@ from finetune.config.schema import Quantization
 from finetune.constants import FP32
 from finetune.distributed.language_model import text_modules
 from finetune.errors import UserError
-from finetune.models.lora import base_name, is_adapter
 from finetune.models.moe.experts import is_experts
 
 NUMBERS_AT_ONCE = (
