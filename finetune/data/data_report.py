@@ -1,4 +1,4 @@
-"""The reports behind data_report.json: rows and tokens of each source, losses to max_length, and findings."""
+"""What each source gives: its examples, and the reports behind data_report.json with what is lost and found."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,10 +6,13 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from finetune.data.examples import Examples
-from finetune.data.findings import Finding, Tally
-from finetune.data.tokenize import SHOWN_BAD_ROWS, count_columns
+from finetune.config.schema import Data, DatasetSource
+from finetune.data.examples import Cuts, Examples, cut, number_rows
+from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
+from finetune.data.token_store import TokenStore
+from finetune.data.tokenize import SHOWN_BAD_ROWS, SourceStats, count_columns
 from finetune.units import counted
 
 if TYPE_CHECKING:
@@ -93,6 +96,94 @@ def describe_loss(path: str, lost: int, of: int, trained: int) -> list[str]:
     """
     share = f"{lost / max(of, 1):.1%} of the tokens are lost to max_length"
     return [f"{path}: {share}: {lost:,} of {of:,}, {trained:,} of them trained"] if lost else []
+
+
+def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tuple[Examples, SourceReport]:
+    """The source's examples that hold something to train on, and a report of all of its rows."""
+    examples, cuts = cut(store, data.max_length, data.overlength)
+    equal = _find_cut_equal(examples, cuts)
+    is_trained = (examples.trained > 0).reshape(-1, examples.group_size).all(1) | store.is_asked
+    kept = examples.take_groups(np.flatnonzero(is_trained & ~np.isin(np.arange(examples.groups), equal)))
+    stats = SourceStats.from_json(store.facts)
+    groups = np.arange(len(store.hashes[:: store.group_size]))
+    _, first = np.unique(store.hashes[:: store.group_size], return_index=True)
+    # In a block of a stream, a small source that is read again would count as its own duplicate.
+    duplicates = np.delete(groups, groups if stats.stream else first) * store.group_size
+    tally = stats.tally
+    _add_lengths(tally, store, examples, cuts)
+    _add_documents(tally, "truncated_equal", store, examples.document[equal * examples.group_size])
+    _add_documents(tally, "duplicates", store, duplicates)
+    report = SourceReport(
+        path=source.origin,
+        formats=tuple(stats.formats),
+        rows_in_source=stats.rows_in_source,
+        rows_read=stats.rows_read,
+        rows_skipped=stats.rows_skipped,
+        skipped=tuple(stats.skipped),
+        unused_columns=dict(stats.unused_columns),
+        documents=len(store.rows),
+        tokens=len(store.input_ids),
+        trained_tokens=int(store.trained.sum(dtype=np.int64)),
+        examples=len(kept),
+        **count_groups(kept),
+        overlong=len(cuts.truncated) + len(cuts.dropped) + len(cuts.split),
+        tokens_lost=cuts.tokens_lost,
+        trained_tokens_lost=cuts.trained_tokens_lost,
+        duplicates=len(duplicates),
+        findings=tuple(tally.list_findings(stats.rows_read, stats.unused_columns)),
+        images=stats.images,
+        image_tokens=int(np.isin(store.input_ids, stats.image_token_ids).sum()) if stats.images else 0,
+    )
+    return kept, report
+
+
+def _find_cut_equal(examples: Examples, cuts: Cuts) -> NDArray[np.int64]:
+    """The groups of two documents that differ only in what was cut off, but still hold something to train on."""
+    if examples.group_size == 1 or examples.is_rated:
+        return np.zeros(0, np.int64)
+    is_cut = np.isin(examples.document, cuts.truncated).reshape(-1, 2).any(1)
+    is_trained = (examples.trained > 0).reshape(-1, 2).all(1)
+    groups = np.flatnonzero(is_cut & is_trained).tolist()
+    pairs = ((group, examples[2 * group], examples[2 * group + 1]) for group in groups)
+    equal = [
+        group
+        for group, chosen, rejected in pairs
+        if np.array_equal(chosen.input_ids, rejected.input_ids) and np.array_equal(chosen.labels, rejected.labels)
+    ]
+    return np.array(equal, np.int64)
+
+
+def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:
+    for name, documents in (("truncated", cuts.truncated), ("dropped", cuts.dropped), ("split", cuts.split)):
+        _add_documents(tally, name, store, documents)
+    if len(cuts.truncated):
+        emptied = np.unique(examples.document[(examples.trained == 0) & (store.trained[examples.document] > 0)])
+        _add_documents(tally, "truncated_untrained", store, np.intersect1d(emptied, cuts.truncated))
+
+
+def _add_documents(tally: Tally, name: str, store: TokenStore, documents: NDArray[np.int64]) -> None:
+    """Counts a check once for each row, of which several documents may come."""
+    _, first = np.unique(number_rows(store)[documents], return_index=True)
+    tally.add(name, [store.where(int(document)) for document in documents[first[:MAX_SHOWN_ROWS]]], len(first))
+
+
+def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Finding]:
+    """A finding where the text of a held-out example is trained on too."""
+    hashes = [examples.look_up(lambda store: store.hashes)[:: examples.group_size] for examples in (held_out, training)]
+    leaked = np.flatnonzero(np.isin(hashes[0], np.unique(hashes[1])))
+    tally = Tally()
+    tally.add("held_out_in_training", [held_out.where(int(i)) for i in leaked * held_out.group_size])
+    return tally.list_findings(of=held_out.groups)
+
+
+def find_same_ratings(examples: Examples) -> list[Finding]:
+    """A finding where all rated answers are good, or all are bad."""
+    if not examples.is_rated or len(np.unique(examples.find_ratings())) != 1:
+        return []
+    tally = Tally()
+    first = [examples.where(group * examples.group_size) for group in range(min(MAX_SHOWN_ROWS, examples.groups))]
+    tally.add("same_ratings", first, examples.groups)
+    return tally.list_findings(of=examples.groups)
 
 
 @dataclass(frozen=True, slots=True)

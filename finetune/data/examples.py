@@ -1,4 +1,4 @@
-"""Examples: stretches of at most `max_length` tokens of the stored documents; and prompts, cut from held-out ones."""
+"""Examples: stretches of at most `max_length` tokens of stored documents; cut, mixed by weight, held out, asked."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,9 +7,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.images import EncodedImage
-from finetune.data.packing import expand_groups
+from finetune.data.packing import expand_groups, make_generator
 from finetune.data.token_store import TokenStore
 from finetune.errors import UserError
 from finetune.units import counted
@@ -200,6 +201,56 @@ def join(parts: Sequence[Examples]) -> Examples:
     store = np.concatenate([part.store + np.int32(shift) for part, shift in zip(parts, shifts, strict=False)])
     joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
     return replace(parts[0], stores=stores, store=store, **joined)
+
+
+def mix_sources(parts: Sequence[Examples], sources: Sequence[DatasetSource], seed: int) -> Examples:
+    """All sources' examples, each as often as its weight: 2 is twice, 0.5 is a half of them, drawn by the seed."""
+    return join([_weigh(part, sources[i].weight, seed, i) for i, part in enumerate(parts)])
+
+
+def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Examples:
+    if weight == 1:
+        return examples
+    whole, rest = divmod(weight, 1.0)
+    count = examples.groups
+    drawn = make_generator(seed, "weights", number).permutation(count)[: round(rest * count)]
+    return examples.take_groups(np.concatenate([np.tile(np.arange(count), int(whole)), np.sort(drawn)]))
+
+
+def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
+    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of rows.
+
+    All that comes of a row (stretches, groups, repetitions) stays on one side. Raises `UserError` if one is empty.
+    """
+    rows, of = np.unique(_number(examples.store, examples.look_up(number_rows)), return_inverse=True)
+    total = len(rows)
+    count = round(size * total) if size < 1 else int(size)
+    if not 0 < count < total:
+        raise UserError(
+            f"eval_split_size: {size:g} of {total} rows is {count}, which leaves none to "
+            f"{'measure' if count == 0 else 'train'} on; set another size, or name other rows in eval_datasets"
+        )
+    held = np.zeros(total, bool)
+    held[make_generator(seed, "held out").permutation(total)[:count]] = True
+    is_held = held[of]
+    return examples.take(np.flatnonzero(~is_held)), _drop_repeats(examples.take(np.flatnonzero(is_held)))
+
+
+def number_rows(store: TokenStore) -> NDArray[np.int64]:
+    """int64[documents]: the row that each comes of, counted over the store."""
+    is_next = (np.diff(store.files) != 0) | (np.diff(store.rows) != 0)
+    return np.append(0, np.cumsum(is_next))
+
+
+def _drop_repeats(examples: Examples) -> Examples:
+    """Without the repetitions that a weight above 1 made."""
+    _, first = np.unique(_number(examples.store, examples.start), return_index=True)
+    return examples.take(np.sort(first))
+
+
+def _number(store: NDArray[np.int32], within: NDArray[np.int64]) -> NDArray[np.int64]:
+    """One number for each (store, place within it); far quicker to sort than pairs."""
+    return (store.astype(np.int64) << 44) | within
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,15 @@ from finetune.data.prepare import preview_data
 from finetune.data.render import RenderedText
 from finetune.data.sources import read_rows
 from finetune.data.spans import ask_turns
-from finetune.data.template import Renderer, add_variables, make_renderer, make_renderer_of
 from finetune.data.tokenize import GroupReader, render_group
-from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
+from finetune.data.tokenizer import (
+    Renderer,
+    add_variables,
+    load_tokenizer,
+    make_renderer,
+    make_renderer_of,
+    plan_vocabulary,
+)
 from finetune.distributed.collective import alone
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file

@@ -19,9 +19,17 @@ from finetune.config.methods import RowKind
 from finetune.config.schema import Data, DatasetSource, Recipe, compute_global_batch_size
 from finetune.config.user_code import plain_row
 from finetune.data.batches import MicroBatch, OnReport, StepBatch, StoredBatches, make_batches
-from finetune.data.data_report import DataReport, Report, SourceReport, StreamReport, make_report
-from finetune.data.examples import Examples, Prompt, cut_prompts
-from finetune.data.mixture import find_held_out_in_training, find_same_ratings, hold_out, mix_sources, select_examples
+from finetune.data.data_report import (
+    DataReport,
+    Report,
+    SourceReport,
+    StreamReport,
+    find_held_out_in_training,
+    find_same_ratings,
+    make_report,
+    select_examples,
+)
+from finetune.data.examples import Examples, Prompt, cut_prompts, hold_out, mix_sources
 from finetune.data.packing import BatchConfig, make_generator
 from finetune.data.sources import RowBatch, describe_source, fingerprint_samples, interleave_sources
 from finetune.data.token_cache import cache_folder, hash_inputs, open_cached_store, open_or_write_store

@@ -14,8 +14,7 @@ from finetune.data.images import EncodedImage, hash_images, open_image, place_im
 from finetune.data.messages import IMAGE, REASONING_KEYS, THINKING_END, BadRow, Message, parse_json, read_reasoning
 from finetune.data.preferences import check_prompt
 from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages
-from finetune.data.template import Renderer, Span, Tools, add_variables, apply_template, read_parts
-from finetune.data.tokenizer import keeps_border
+from finetune.data.tokenizer import Renderer, Span, Tools, add_variables, apply_template, keeps_border, read_parts
 
 CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
 COMPARED = ("unlike_inference", "prompt_not_continued", "not_read_back", "no_reasoning")  # the findings with a detail

@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.data.formats import Conversation
 from finetune.data.messages import BadRow, Message
-from finetune.data.template import Renderer, Span, Tools, apply_marked_template, apply_template
+from finetune.data.tokenizer import Renderer, Span, Tools, apply_marked_template, apply_template
 
 
 def read_messages(conversation: Conversation, renderer: Renderer) -> list[Message]:

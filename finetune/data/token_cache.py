@@ -21,10 +21,9 @@ import psutil
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data, DatasetSource
 from finetune.data.sources import draw_rows, hash_content
-from finetune.data.template import asks_for_date
 from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_store, write_store
 from finetune.data.tokenize import SourceStats, tokenize_rows
-from finetune.data.tokenizer import PLAIN
+from finetune.data.tokenizer import PLAIN, asks_for_date
 from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file, stage_and_rename
 from finetune.files.hub import find_cache

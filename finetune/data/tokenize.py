@@ -33,9 +33,8 @@ from finetune.data.preferences import (
 )
 from finetune.data.render import COMPARED, CONTEXT, RenderedText, find_image_token, render, render_turns, write_images
 from finetune.data.sources import RowBatch
-from finetune.data.template import Renderer, add_variables, make_renderer_of
 from finetune.data.token_store import Tokens
-from finetune.data.tokenizer import Encoder, keeps_border, make_encoder
+from finetune.data.tokenizer import Encoder, Renderer, add_variables, keeps_border, make_encoder, make_renderer_of
 from finetune.errors import UserError
 from finetune.units import name_place
 

@@ -20,8 +20,7 @@ from finetune.data.formats import Conversation
 from finetune.data.messages import BadRow, Message
 from finetune.data.render import RenderedText, find_image_token, write_images
 from finetune.data.spans import read_messages
-from finetune.data.template import add_variables, apply_template, make_renderer, read_parts
-from finetune.data.tokenizer import end_of_answer_ids
+from finetune.data.tokenizer import add_variables, apply_template, end_of_answer_ids, make_renderer, read_parts
 from finetune.errors import UserError
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.prompts import ask, check_utf8, system_message, user_message

@@ -311,8 +311,9 @@ def fuse_adapters(model: nn.Module) -> int:
     autocast each adapter keeps a cast copy of the input that several layers share. Here the adapter is added by the
     product itself, and the input is kept as it is.
 
-    Returns how many layers there are. Layers with dropout or DoRA stay peft's. For layouts in which the adapter's matrices are whole in the forward of the
-    layer: not under FSDP1, whose units they are, nor tensor parallelism, which divides them.
+    Returns how many layers there are. Layers with dropout or DoRA stay peft's. For layouts in which the adapter's
+    matrices are whole in the forward of the layer: not under FSDP1, whose units they are, nor tensor parallelism, which
+    shards them.
     """
     from peft.tuners.lora.layer import Linear
 

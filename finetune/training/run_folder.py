@@ -19,7 +19,7 @@ from finetune.config.reader import write_recipe
 from finetune.config.schema import Recipe
 from finetune.config.yaml_file import read_yaml
 from finetune.constants import count_cores, read_versions
-from finetune.data.template import asks_for_date
+from finetune.data.tokenizer import asks_for_date
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError

@@ -24,9 +24,8 @@ from finetune.convert.model_names import OTHER_TURNS, TEMPLATES, TOKENIZERS
 from finetune.convert.rules import Conversion
 from finetune.data.formats import parse_row
 from finetune.data.render import render_turns
-from finetune.data.template import make_renderer
 from finetune.data.tokenize import tokenize
-from finetune.data.tokenizer import make_encoder, read_template
+from finetune.data.tokenizer import make_encoder, make_renderer, read_template
 from tests.convert import tool_rendering
 from tests.ranks import ROOT
 

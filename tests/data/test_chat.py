@@ -11,8 +11,7 @@ from finetune.config.schema import DatasetSource
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render
-from finetune.data.template import Renderer, apply_template, make_renderer
-from finetune.data.tokenizer import TEMPLATES
+from finetune.data.tokenizer import TEMPLATES, Renderer, apply_template, make_renderer
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 

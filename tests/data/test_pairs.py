@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StoredBatches, make_batches
-from finetune.data.examples import cut
-from finetune.data.mixture import find_held_out_in_training, hold_out, mix_sources, select_examples
+from finetune.data.data_report import find_held_out_in_training, select_examples
+from finetune.data.examples import cut, hold_out, mix_sources
 from finetune.data.packing import BatchConfig
 from tests.data.world import Rank, examples_of, store_of
 

@@ -22,8 +22,7 @@ import pytest
 
 from finetune.data.formats import Conversation
 from finetune.data.spans import ask_turns
-from finetune.data.template import make_renderer
-from finetune.data.tokenizer import TEMPLATES
+from finetune.data.tokenizer import TEMPLATES, make_renderer
 from tests.data.test_turns import ROWS, make_row, read, read_published, use_template
 
 Asked = tuple[

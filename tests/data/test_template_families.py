@@ -16,8 +16,7 @@ from finetune.config.schema import Data, DatasetSource, Model
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render
-from finetune.data.template import make_renderer
-from finetune.data.tokenizer import ALIASES, TEMPLATES, end_of_answer_ids, load_tokenizer, read_template
+from finetune.data.tokenizer import ALIASES, TEMPLATES, end_of_answer_ids, load_tokenizer, make_renderer, read_template
 from finetune.errors import UserError
 from tests.conftest import make_model, make_tokenizer
 from tests.data.test_chat import conversation

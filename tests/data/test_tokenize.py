@@ -17,9 +17,8 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import RenderedText, render
-from finetune.data.template import make_renderer
 from finetune.data.tokenize import tokenize
-from finetune.data.tokenizer import PLAIN, make_encoder
+from finetune.data.tokenizer import PLAIN, make_encoder, make_renderer
 from finetune.errors import exit_code
 
 CORPUS = ["What is two plus two? It is four.\n\n", "It is what it is, said the wise, and four is four.\n"] * 20

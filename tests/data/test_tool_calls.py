@@ -16,8 +16,7 @@ from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.readers import read_file
 from finetune.data.render import render
-from finetune.data.template import make_renderer
-from finetune.data.tokenizer import TEMPLATES
+from finetune.data.tokenizer import TEMPLATES, make_renderer
 from finetune.errors import EXIT_USER_ERROR
 from tests.data.test_chat import conversation, tokenizer_with
 from tests.ranks import ROOT, run_python

@@ -22,10 +22,9 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render_turns
-from finetune.data.template import make_renderer
 from finetune.data.token_store import Tokens
 from finetune.data.tokenize import tokenize
-from finetune.data.tokenizer import TEMPLATES, make_encoder
+from finetune.data.tokenizer import TEMPLATES, make_encoder, make_renderer
 from finetune.errors import UserError
 from finetune.inference.conversation import encode_prompt
 from finetune.inference.inference_model import InferenceModel
