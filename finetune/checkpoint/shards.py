@@ -36,8 +36,7 @@ from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files.tensors import header_bytes, read_folder, read_slice
-from finetune.models.quantized.base import quantized_layers
-from finetune.models.quantized.linear import CODES, SCALES
+from finetune.models.quantized_layers import CODES, SCALES, quantized_layers
 from finetune.optim.nvme import OffloadedOptimizer, OffloadedTensor
 from finetune.optim.scratch_file import allocate_aligned
 

@@ -180,7 +180,7 @@ def quantize_teacher(method: Method) -> Quantization:
 
 
 # What the files of other kinds hold for a weight, by method, or format of compressed-tensors, or modelopt's algorithm.
-PUBLISHED = {  # read as plain numbers (models/quantized/published.py)
+PUBLISHED = {  # read as plain numbers (models/quantized_weights.py)
     "mxfp4": "MXFP4 (blocks of 32 numbers in 4 bits, as _blocks and _scales)",
     "fp8": "FP8 (blocks with a scale each, as weight and weight_scale_inv)",
 }

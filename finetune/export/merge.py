@@ -15,8 +15,8 @@ from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, as_floating, match_tensors, read_rows, row_blocks, stored_value
 from finetune.files.tensors import StoredTensor, choose_dtype, config_dtype, main_dtype, read, read_folder, read_slice
 from finetune.models.lora import AdaptedParameter, find_adapted_parameters
-from finetune.models.quantized.base import quantize_whole
-from finetune.models.quantized.linear import dequantize_tensor, quantized_weights
+from finetune.models.quantized_layers import quantized_weights
+from finetune.models.quantized_weights import dequantize_tensor, quantize_whole
 from finetune.models.weights import Slices, convert_to_parameters
 
 BASE_LAYER = ".base_layer."

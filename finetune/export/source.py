@@ -29,8 +29,7 @@ from finetune.export import torch_files
 from finetune.files.hub import download_file, download_folder, find_local_folder
 from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_folder
-from finetune.models.quantized.base import StoredQuantized, split_quantized
-from finetune.models.quantized.published import dequantize_published
+from finetune.models.quantized_weights import StoredQuantized, dequantize_published, split_quantized
 from finetune.terminal import progress_bar
 
 FSDP_FOLDER = "pytorch_model_fsdp_0"  # of accelerator.save_state, sharded

@@ -44,13 +44,8 @@ from finetune.models.moe.experts import (
     set_experts_implementation,
 )
 from finetune.models.moe.parallel import divide_experts
-from finetune.models.quantized.base import (
-    StoredQuantized,
-    dequantized_values,
-    fill_quantized_layers,
-    quantize_layers,
-    split_quantized,
-)
+from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
+from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
 from finetune.models.vision import record_outputs
 from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values, untie_as_stored
 from finetune.pretrained_config import Vocabulary, is_vision_language, load_config, text_config_of, trained_config

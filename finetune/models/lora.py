@@ -40,7 +40,7 @@ from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder, read_slice
 from finetune.models.moe.experts import expert_modules, is_experts
-from finetune.models.quantized.linear import Form, QuantizedLinear, dequantize_parameters
+from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
 from finetune.units import counted
 
 ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight

@@ -30,8 +30,7 @@ from finetune.files.run_json import find_divergence, losses_of, read_json_lines,
 from finetune.models.cpu_products import describe_products
 from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher
-from finetune.models.quantized.base import quantized_layers
-from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear
+from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear, quantized_layers
 from finetune.optim.nvme import OffloadedOptimizer
 from finetune.optim.scratch_file import check_scratch_folder
 from finetune.plan.advice import list_changes

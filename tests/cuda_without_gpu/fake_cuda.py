@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import finetune
-from finetune.models.quantized import linear as quantized_linear
+from finetune.models import quantized_layers
 from tests.cuda_without_gpu.varlen_on_cpu import check_operands
 
 PACKAGE = Path(finetune.__file__).resolve().parent
@@ -102,9 +102,9 @@ class DeviceWaits(TorchDispatchMode):
             return None
         elif operator is torch.ops.torch_attn._varlen_attn.default:
             check_operands(*args, **kwargs)
-        elif operator is quantized_linear._dequantize._opoverload:
+        elif operator is quantized_layers._dequantize._opoverload:
             with self:  # what it is made of
-                return quantized_linear._dequantize._init_fn(*args, **kwargs)
+                return quantized_layers._dequantize._init_fn(*args, **kwargs)
         return operator(*args, **kwargs)
 
     def _read(self, tensor: FakeTensor) -> Any:

@@ -24,10 +24,9 @@ from finetune.config.schema import Model, Recipe
 from finetune.data.batches import StepBatch
 from finetune.distributed.accelerator import make_accelerator, make_sequence_group
 from finetune.distributed.world import World
-from finetune.models import load
+from finetune.models import load, quantized_weights
 from finetune.models.head import chunks as head_chunks
 from finetune.models.load import build_on_meta, load_model
-from finetune.models.quantized import linear as quantize
 from finetune.optim.build import UpdateInBackward, build_optimizer
 from finetune.pretrained_config import load_config
 from finetune.training.step import make_guard, train_step
@@ -63,7 +62,7 @@ def joined(case: Case) -> Iterator[World]:
             dist.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        for cached in (head_chunks._can_add_to_fp32, quantize.nested_values):  # fake tensors of this case
+        for cached in (head_chunks._can_add_to_fp32, quantized_weights.nested_values):  # fake tensors of this case
             cached.cache_clear()
 
 

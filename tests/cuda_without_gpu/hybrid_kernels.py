@@ -187,14 +187,8 @@ def compare_quantized(family: str) -> float:
     """How far the loss with linear layers in 4 bits, whose weights some kernels read themselves, is from the loss of the same
     numbers in plain layers."""
     from finetune.config.schema import Quantization
-    from finetune.models.quantized.linear import (
-        CODES,
-        SCALES,
-        QuantizedLinear,
-        dequantize_tensor,
-        linear_layers,
-        quantize_tensor,
-    )
+    from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear, linear_layers
+    from finetune.models.quantized_weights import dequantize_tensor, quantize_tensor
     from tests.models.families import documents, ours, packed, plain_loss, relative_error
     from tests.models.test_recurrent import build
 

@@ -19,8 +19,8 @@ from finetune.config.schema import Lora, Model, Quantization
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
-from finetune.models.quantized.base import quantized_layers
-from finetune.models.quantized.linear import CODES, SCALES, QuantizedTensor, QuantizedWeight, unpack_scales
+from finetune.models.quantized_layers import CODES, SCALES, QuantizedWeight, quantized_layers
+from finetune.models.quantized_weights import QuantizedTensor, unpack_scales
 from tests.ranks import open_stores
 
 KINDS = {

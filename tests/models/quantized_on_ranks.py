@@ -22,10 +22,9 @@ from finetune.config.schema import Lora, Model, Quantization
 from finetune.distributed.parallelize import Slices, Values, unwrap
 from finetune.distributed.world import World, join, leave
 from finetune.models import load
+from finetune.models import quantized_layers as layers_of_model
 from finetune.models.load import load_model
-from finetune.models.quantized import linear as quantized_linear
-from finetune.models.quantized.base import quantized_layers
-from finetune.models.quantized.linear import CODES, SCALES
+from finetune.models.quantized_layers import CODES, SCALES, quantized_layers
 from tests.forked_ranks import fork_ranks, import_all, wait
 from tests.models.families import documents, packed
 from tests.ranks import open_stores
@@ -112,7 +111,7 @@ def load_and_look(folder: Path, quantization: Quantization, world: World) -> dic
 def step_costs(folder: Path, world: World) -> dict[str, Any]:
     """By checkpointing (off, on): how often a layer was dequantized in a forward and a backward, and the adapters' gradients."""
     found = {}
-    counted = quantized_linear.dequantize_tensor
+    counted = layers_of_model.dequantize_tensor
     for checkpointing in (False, True):
         calls: Counter[torch.Size] = Counter()
 
@@ -125,9 +124,9 @@ def step_costs(folder: Path, world: World) -> dict[str, Any]:
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:  # zero at first, when no gradient reaches A
                 parameter.data.fill_(0.05)
-        quantized_linear.dequantize_tensor = count  # type: ignore[attr-defined]
+        layers_of_model.dequantize_tensor = count  # type: ignore[attr-defined]
         model(**packed(documents())).backward()
-        quantized_linear.dequantize_tensor = counted  # type: ignore[attr-defined]
+        layers_of_model.dequantize_tensor = counted  # type: ignore[attr-defined]
         gradients = {n: p.grad.flatten().tolist() for n, p in model.named_parameters() if p.grad is not None}
         found["on" if checkpointing else "off"] = {"calls": sorted(calls.values()), "gradients": gradients}
     return found

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.config.schema import Quantization
 from finetune.models.cpu_products import OVERRIDES
 from finetune.models.lora import fuse_adapters
-from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear
+from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear
 from tests.plan.traced import allocated_peak, saved_for_backward
 
 aten = torch.ops.aten
@@ -100,7 +100,7 @@ def test_the_first_layers_input_needs_no_gradient() -> None:
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized twice", "kept"])
 def test_a_quantized_base_is_fused_too(keeps: bool) -> None:
     pytest.importorskip("bitsandbytes")
-    from finetune.models.quantized.linear import quantize_tensor
+    from finetune.models.quantized_weights import quantize_tensor
 
     quantization = Quantization(load_in_4bit=True)
     peft, fused, unquantized = make_layers(), make_layers(), make_layers()

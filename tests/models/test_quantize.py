@@ -12,8 +12,8 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from finetune.models.quantized.base import quantize_layers
-from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear, dequantize_tensor, quantize_tensor
+from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear, quantize_layers
+from finetune.models.quantized_weights import dequantize_tensor, quantize_tensor
 from tests.conftest import slow_but
 from tests.cuda_without_gpu.steps_on_ranks import CountingBackend
 from tests.models.families import build, documents, plain_loss

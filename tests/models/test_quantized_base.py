@@ -20,7 +20,8 @@ from finetune.distributed.world import join, leave
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder
 from finetune.models.load import load_model
-from finetune.models.quantized.base import quantize_layers, split_quantized
+from finetune.models.quantized_layers import quantize_layers
+from finetune.models.quantized_weights import split_quantized
 from finetune.models.weights import refuse_mismatch
 from finetune.pretrained_config import load_config, read_facts
 from tests.models.families import build

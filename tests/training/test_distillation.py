@@ -38,7 +38,7 @@ from tests.training.layouts import steps_of, write_config
 
 ROWS, STEPS = 26, 3
 # Teachers: of another family and size, with more rows than tokens; tied. In 4 bits bitsandbytes itself computes wrongly on a CPU
-# where the length of a row is no multiple of 64 (models/quantized/linear.py).
+# where the length of a row is no multiple of 64 (models/quantized_weights.py).
 TEACHERS: dict[str, dict[str, Any]] = {
     "wide": {"model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 3, "vocab_size": 320},
     "tied": {"hidden_size": 48, "tie_word_embeddings": True},

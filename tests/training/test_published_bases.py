@@ -21,7 +21,7 @@ from finetune.inference.find_model import find_model
 from finetune.inference.inference_model import LoadOptions
 from finetune.inference.inference_model import load_model as load_for_chat
 from finetune.models.load import load_model
-from finetune.models.quantized.published import dequantize_published
+from finetune.models.quantized_weights import dequantize_published
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import assert_losses, train_families, write_recipe

@@ -14,8 +14,8 @@ from finetune.config.schema import Lora, Model
 from finetune.distributed.world import join, leave
 from finetune.export.export import export
 from finetune.models.load import load_model
-from finetune.models.quantized import linear
-from finetune.models.quantized.base import quantized_layers
+from finetune.models.quantized_layers import quantized_layers
+from finetune.models.quantized_weights import dequantize_tensor, quantize_tensor
 from tests.conftest import make_chat, make_model
 from tests.models import experts_on_ranks
 from tests.models.experts_on_ranks import KINDS
@@ -193,9 +193,9 @@ def test_no_expert_is_kept_dequantized_for_the_backward(recipes: dict[str, Path]
 def test_a_weight_beyond_what_bitsandbytes_counts_is_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(3, 8, 96, generator=torch.Generator().manual_seed(0))
     for kind in ("nf4", "double"):
-        quantized = linear.quantize_tensor(values, KINDS[kind])
-        whole = linear.dequantize_tensor(quantized, torch.float32)
+        quantized = quantize_tensor(values, KINDS[kind])
+        whole = dequantize_tensor(quantized, torch.float32)
         monkeypatch.setattr(linear, "LARGEST_KERNEL", 256)
-        assert torch.equal(linear.dequantize_tensor(quantized, torch.float32), whole)
+        assert torch.equal(dequantize_tensor(quantized, torch.float32), whole)
         monkeypatch.undo()
         assert whole.shape == values.shape

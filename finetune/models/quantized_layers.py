@@ -1,20 +1,20 @@
-"""Linear layers, and layers of experts, with frozen weights in 4 or 8 bits.
+"""Layers with frozen weights in 4 or 8 bits: put into a model on meta, sharded with it, filled with each rank's bytes.
 
 A weight is two flat parameters, its codes and its scales, whose bytes are seen as numbers of the compute dtype: FSDP2
 gathers such parameters without converting them. It shards them anywhere, through blocks and single numbers too, because
 no rank computes with its own part: a layer's unit is gathered whole, and dequantized as it would be on one rank.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Container, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from finetune.config.module_names import base_name, is_adapter
 from finetune.config.quantization import (
@@ -26,133 +26,23 @@ from finetune.config.quantization import (
     quantized_bytes,
 )
 from finetune.config.schema import Quantization
-from finetune.constants import FP32
 from finetune.distributed.language_model import text_modules
+from finetune.distributed.parallelize import Values, find_local_slices, local_part
+from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.models.moe.experts import is_experts
+from finetune.models.moe.experts import compute_experts, find_factors, is_experts, take_over_adapters
+from finetune.models.quantized_weights import (
+    QuantizedTensor,
+    StoredQuantized,
+    dequantize_tensor,
+    join_nested_scales,
+    pack_scales,
+    quantize_blocks,
+    split_nested_scales,
+    unpack_scales,
+)
 
-NUMBERS_AT_ONCE = (
-    1 << 22
-)  # bitsandbytes takes some 16 bytes a number while it quantizes on a CPU; a multiple of every block
-LARGEST_KERNEL = 1 << 30  # numbers that are dequantized at once: bitsandbytes counts them in 32 bits on a GPU
 SAME_PRODUCT = ("FalconLinear",)  # subclasses whose own forward multiplies by the weight and adds the bias
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedTensor:
-    """A quantized weight. Returned by `quantize_tensor`."""
-
-    codes: Tensor  # uint8[bytes]: at 4 bits two numbers in a byte, the first in its upper half; at 8 bits int8 numbers
-    scales: Tensor  # uint8[bytes], as `pack_scales` lays them out
-    shape: tuple[int, ...]  # [..., columns]
-    quantization: Quantization
-    block: int = BLOCK  # numbers under one scale, at 4 bits
-
-
-def quantize_tensor(values: Tensor, quantization: Quantization) -> QuantizedTensor:
-    """`values` [..., columns], whole, in their own dtype and on their own device."""
-    codes, magnitudes = quantize_blocks(values.flatten(0, -2), quantization)
-    return QuantizedTensor(codes, pack_scales(magnitudes, quantization), tuple(values.shape), quantization)
-
-
-def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """The numbers, `dtype` [..., columns]: what the layer multiplies with where `dtype` is the compute dtype."""
-    rows, columns = prod(quantized.shape[:-1]), quantized.shape[-1]
-    if quantized.quantization.bits == 8:
-        scales = quantized.scales.view(torch.float32)
-        # In the order of bitsandbytes' own forward and backward on a CPU.
-        numbers = quantized.codes.view(torch.int8).view(rows, columns).to(dtype)
-        return numbers.mul_(scales.unsqueeze(1).mul(1.0 / 127.0)).view(quantized.shape)
-    ops = _bitsandbytes_ops()
-    # As one row of an even length. In several rows bitsandbytes 0.50.2 looks up other blocks' scales on CPUs with
-    # AVX-512 where the length of a row is a multiple of 16 and not of 64; and it has no kernel for an odd length.
-    block, quant_type = quantized.block, quantized.quantization.bnb_4bit_quant_type
-    codes = torch.split(quantized.codes, LARGEST_KERNEL // 2)
-    magnitudes = torch.split(unpack_scales(quantized), LARGEST_KERNEL // block)
-    parts = [
-        ops.dequantize_4bit(some, scales, block, quant_type, (1, 2 * some.numel()), dtype).view(-1)
-        for some, scales in zip(codes, magnitudes, strict=True)
-    ]
-    flat: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return flat[: rows * columns].view(quantized.shape)
-
-
-def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
-    """(codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4 bits of any shape, in row-major
-    order and with a shorter block at the end of the weight only; at 8 bits of whole rows."""
-    from bitsandbytes import functional
-
-    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        values = values.float()
-    if quantization.bits == 8:
-        # Rounded to fp16 first, as transformers and bitsandbytes do it.
-        parts = [
-            functional.int8_vectorwise_quant(part.to(torch.float16))[:2]
-            for part in torch.split(values, max(1, NUMBERS_AT_ONCE // values.shape[1]))
-        ]
-        return torch.cat([codes.view(-1).view(torch.uint8) for codes, _ in parts]), torch.cat([m for _, m in parts])
-    codes, magnitudes = [], []
-    for part in torch.split(values.reshape(-1), NUMBERS_AT_ONCE):
-        packed, state = functional.quantize_4bit(part, blocksize=BLOCK, quant_type=quantization.bnb_4bit_quant_type)
-        codes.append(packed.view(-1))
-        magnitudes.append(state.absmax)
-    return torch.cat(codes), torch.cat(magnitudes)
-
-
-def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
-    """The scales of a whole weight, uint8[bytes], from the largest magnitudes of all of its blocks, fp32[blocks].
-
-    fp32 magnitudes, or with double quantization their codes, filled up to a multiple of 4, the largest magnitudes of
-    those, and the mean, both fp32.
-    """
-    from bitsandbytes import functional
-
-    if quantization.bits == 8 or not quantization.bnb_4bit_use_double_quant:
-        return magnitudes.contiguous().view(torch.uint8)
-    with _one_thread():
-        mean = magnitudes.mean()
-    codes, state = functional.quantize_blockwise(magnitudes - mean, blocksize=NESTED_BLOCK)
-    return join_nested_scales(codes, state.absmax, mean)
-
-
-def join_nested_scales(codes: Tensor, magnitudes: Tensor, mean: Tensor) -> Tensor:
-    """The parts of double-quantized scales (uint8[blocks], fp32[nested blocks], fp32), as `pack_scales` packs them."""
-    filling = codes.new_zeros(-codes.numel() % FP32)
-    return torch.cat([codes, filling, magnitudes.view(torch.uint8), mean.view(1).view(torch.uint8)])
-
-
-def split_nested_scales(quantized: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of double-quantized scales: codes uint8[blocks], fp32[nested blocks], and the mean, fp32[]."""
-    blocks = -(-prod(quantized.shape) // quantized.block)
-    nested = quantized.scales[-(-blocks // FP32) * FP32 :].view(torch.float32)
-    return quantized.scales[:blocks], nested[:-1], nested[-1]
-
-
-def unpack_scales(quantized: QuantizedTensor) -> Tensor:
-    """The largest magnitude of each block of a 4-bit weight, fp32[blocks]."""
-    if not quantized.quantization.bnb_4bit_use_double_quant:
-        return quantized.scales.view(torch.float32)
-    codes, nested, mean = split_nested_scales(quantized)
-    values = nested_values(nested.device)
-    magnitudes: Tensor = _bitsandbytes_ops().dequantize_blockwise(codes, nested, values, NESTED_BLOCK, torch.float32)
-    return magnitudes + mean
-
-
-@cache
-def nested_values(device: torch.device) -> Tensor:
-    """What the 8-bit codes of double-quantized scales stand for, fp32[256] (Dettmers 2016, dynamic tree)."""
-    from bitsandbytes import functional
-
-    values: Tensor = functional.create_dynamic_map().to(device)
-    return values
-
-
-def four_bit_values(quant_type: str) -> Tensor:
-    """What the 16 codes of `nf4` or `fp4` stand for, fp32[16]."""
-    from bitsandbytes import functional
-
-    values: Tensor = functional.get_4bit_type(quant_type, device="cpu")
-    return values
 
 
 def quantized_weights(model: nn.Module) -> list[str]:
@@ -192,23 +82,6 @@ def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
     """The weights [experts, rows, columns] of a layer of experts, not its biases."""
     return {name: weight for name, weight in experts.named_parameters(recurse=False) if weight.dim() == 3}
-
-
-def _bitsandbytes_ops() -> Any:
-    import bitsandbytes  # noqa: F401  # registers them
-
-    return torch.ops.bitsandbytes
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A CPU's sum depends on the number of threads; the scales of a run must not. On a GPU this changes nothing."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 CODES, SCALES = "codes", "scales"
@@ -367,3 +240,170 @@ class _DequantizedTwice(torch.autograd.Function):
         codes, scales = ctx.saved_tensors
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None  # trained by `modules_to_save`
         return gradient @ _dequantize(codes, scales, *ctx.form, gradient.dtype), None, None, of_bias, None
+
+
+def quantize_experts(
+    model: nn.Module,
+    experts: nn.Module,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    checkpointed: Container[nn.Module],
+) -> list[str]:
+    """Puts quantized weights, in `dtype`, into `experts`, a layer of `model` on meta; returns their parameters' names.
+
+    `checkpointed`: the modules whose activations are recomputed anyway.
+    """
+    names = []
+    for name, parameter in weights_of(experts).items():
+        if parameter.requires_grad:  # modules_to_save
+            continue
+        delattr(experts, name)
+        weight = QuantizedWeight(tuple(parameter.shape), quantization, dtype)
+        weight.keeps_dequantized = experts in checkpointed
+        setattr(experts, name, weight)
+        names += [f"{name}.{CODES}", f"{name}.{SCALES}"]
+    if names:
+        experts.forward = _QuantizedExperts(experts, take_over_adapters(model, experts)).forward
+    return names
+
+
+def quantized_children(experts: nn.Module) -> dict[str, QuantizedWeight]:
+    """The weights of `experts` that are quantized, by name."""
+    return {name: each for name, each in experts.named_children() if isinstance(each, QuantizedWeight)}
+
+
+def expert_weights(experts: nn.Module) -> dict[str, Tensor]:
+    """The parameters of `experts` as this rank has them, those that are quantized dequantized."""
+    weights = {name: local_part(parameter) for name, parameter in experts.named_parameters(recurse=False)}
+    return weights | {name: each.dequantize(each.dtype) for name, each in quantized_children(experts).items()}
+
+
+def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
+    """What `compute` returns. A backward dequantizes weights of `experts` again, so that nothing is kept."""
+    weights = quantized_children(experts).values()
+    if not torch.is_grad_enabled() or all(weight.keeps_dequantized for weight in weights):
+        return compute(*inputs)
+    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+
+
+class _QuantizedExperts:
+    """What `module`, a layer of experts with quantized weights and peft's `adapters`, computes."""
+
+    def __init__(self, module: nn.Module, adapters: Sequence[Any]) -> None:
+        self.module, self.adapters = module, adapters
+
+    def forward(self, *inputs: Any) -> Any:
+        return recompute_dequantized(self.module, self.compute, *inputs)
+
+    def compute(self, *inputs: Any) -> Any:
+        weights = expert_weights(self.module)
+        experts: int = self.module.num_experts  # type: ignore[assignment]
+        return compute_experts(self.module, weights, experts, *inputs, factors=find_factors(self.adapters))
+
+
+def quantize_layers(
+    model: nn.Module, quantization: Quantization, dtype: torch.dtype, stored: Mapping[str, StoredQuantized]
+) -> frozenset[str]:
+    """Puts quantized layers, in `dtype`, into `model`, which is on meta, and returns the names of their parameters.
+
+    `stored`: the weights that are quantized in the files already; where there are any, those and no others. Call it
+    after adapters and activation checkpointing are in place. Raises `UserError` where no layer can be quantized, or one
+    is stored quantized that cannot be kept so.
+    """
+    checkpointed = {
+        inner
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", None) is True
+        for inner in module.modules()
+    }
+    added, left = set(), set(stored)
+    if not stored:
+        for path, experts in expert_layers(model):
+            added |= {f"{path}.{name}" for name in quantize_experts(model, experts, quantization, dtype, checkpointed)}
+    for name, linear in linear_layers(model):
+        weight = base_name(f"{name}.weight")
+        if linear.weight.requires_grad or (stored and weight not in stored):  # modules_to_save are trained
+            continue
+        left.discard(weight)
+        layer = QuantizedLinear(linear, quantization, dtype, stored[weight].block if stored else BLOCK)
+        layer.keeps_dequantized = linear in checkpointed
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer)
+        added |= {f"{name}.{CODES}", f"{name}.{SCALES}"}
+    if left:
+        raise UserError(
+            f"{min(left)} is stored in {quantization.bits} bits, but only frozen linear layers other than the output "
+            "head are kept quantized here; name the unquantized model"
+        )
+    return frozenset(added)
+
+
+def quantized_layers(model: nn.Module) -> list[tuple[str, QuantizedWeight]]:
+    """The quantized linear layers and experts' weights of `model`, sharded or not, by name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight)]
+
+
+def fill_quantized_layers(
+    model: nn.Module, values: Values, stored: Mapping[str, StoredQuantized], world: World
+) -> None:
+    """Fills the quantized layers of the sharded `model`. All ranks with these layers call it together.
+
+    Args:
+        values: The plain weights. Each rank reads and quantizes the blocks that its shard of the codes touches; a
+            double-quantized scale depends on all blocks of its weight, so ranks exchange their magnitudes.
+        stored: The weights that the files hold quantized already; where there are any, those are read instead.
+    """
+    for name, layer in quantized_layers(model):
+        weight = f"{name}{layer.leaf}"
+        if stored:
+            _fill_stored(layer, stored[base_name(weight)])
+        else:
+            _fill(weight, layer, values, world)
+
+
+@torch.no_grad()
+def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> None:
+    codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
+    in_rows = layer.quantization.bits == 8
+    columns, numbers = layer.whole[-1], prod(layer.whole)
+    block = columns if in_rows else layer.block  # numbers
+    block_bytes = block if in_rows else block // 2
+    start = layer.part.start * prod(layer.whole[1:]) // block * block_bytes  # of this rank's experts
+    begin, end = start + begin, start + end
+    magnitudes = torch.zeros(-(-numbers // block), device=world.device)
+    if begin < end:
+        first, last = begin // block_bytes, -(-end // block_bytes)
+        part = _read_numbers(weight, layer.whole, values, first * block, min(last * block, numbers)).to(world.device)
+        own, magnitudes[first:last] = quantize_blocks(part.view(-1, columns) if in_rows else part, layer.quantization)
+        codes.copy_(own[begin - first * block_bytes : end - first * block_bytes])
+    if isinstance(layer.get_parameter(CODES), DTensor):
+        # Blocks that two ranks share, and replicas of hybrid sharding, have the same magnitude on each.
+        dist.all_reduce(magnitudes, dist.ReduceOp.MAX, world.stage_group)
+    scales, begin, end = _own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
+    scales.copy_(layer.own_scales(pack_scales(magnitudes, layer.whole_quantization))[begin:end])
+
+
+@torch.no_grad()
+def _fill_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
+    codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
+    codes.copy_(stored.read_codes(begin, end))
+    scales, begin, end = _own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
+    scales.copy_(stored.read_scales()[begin:end])
+
+
+def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
+    """This rank's bytes of a parameter, and their begin and end in the whole of `size`; padding is zeroed."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    (bounds,) = find_local_slices(parameter)
+    own = local.zero_().view(torch.uint8)
+    begin = min(bounds.start * local.dtype.itemsize, size)
+    end = min(begin + own.numel(), size)
+    return own[: end - begin], begin, end
+
+
+def _read_numbers(weight: str, shape: tuple[int, ...], values: Values, begin: int, end: int) -> Tensor:
+    """The numbers `begin` to `end` of the weight, in row-major order, from the rows (or experts) that hold them."""
+    each = prod(shape[1:])
+    first, last = begin // each, -(-end // each)
+    rows = values(weight, (slice(first, last), *(slice(0, size) for size in shape[1:])))
+    return rows.reshape(-1)[begin - first * each : end - first * each]
