@@ -51,7 +51,7 @@ def make_steps() -> dict[str, Callable[[], Any]]:
     from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
     from finetune.distributed.collective import DataParallelRank
     from finetune.distributed.parallelize import decoder_layers
-    from finetune.models.attention.documents import install_attention
+    from finetune.models.attention import install_attention
     from finetune.models.checkpointing import checkpoint_activations
     from finetune.models.head.cross_entropy import install_loss
     from finetune.models.load import build_on_meta

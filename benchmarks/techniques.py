@@ -31,7 +31,7 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
     from transformers import AutoModelForCausalLM
 
     from finetune.config.schema import Optimization
-    from finetune.models.attention.documents import install_attention
+    from finetune.models.attention import install_attention
     from finetune.models.checkpointing import compile_layers
     from finetune.models.head.cross_entropy import install_loss
     from finetune.optim.build import build_optimizer
@@ -109,7 +109,7 @@ def checkpointing(rounds: int, tokens: int = 4096) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from finetune.models.attention.documents import install_attention
+    from finetune.models.attention import install_attention
     from finetune.models.checkpointing import checkpoint_activations
     from finetune.models.head.cross_entropy import install_loss
 
@@ -170,7 +170,7 @@ def adapted_layer(way: str, tokens: int = 512) -> Callable[[], None]:
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from finetune.models.moe.experts import keep_factors
+    from finetune.models.experts import keep_factors
 
     torch.set_num_threads(1)
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}

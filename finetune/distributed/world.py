@@ -386,7 +386,7 @@ def configure_compiler() -> None:
     torch.fx.experimental._config.use_duck_shape = False
     # Epsilons and scales as constants at once: as symbols they become constants after a whole compile.
     torch._dynamo.config.specialize_float = True
-    # A checkpointed layer leaves what its router chose (models/moe/experts.py); when it is recomputed, it need not.
+    # A checkpointed layer leaves what its router chose (models/experts.py); when it is recomputed, it need not.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 

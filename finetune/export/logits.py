@@ -16,8 +16,8 @@ from finetune.config.facts import EXPERT_COUNTS
 from finetune.distributed.language_model import has_other_parts, text_modules, trunk_of
 from finetune.errors import UserError
 from finetune.export.target import prefetch, row_blocks
+from finetune.models.experts import is_experts
 from finetune.models.load import build_on_meta
-from finetune.models.moe.experts import is_experts
 from finetune.pretrained_config import text_config_of
 
 ROWS, TOKENS = 2, 16

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from finetune.distributed.language_model import text_modules
 from finetune.distributed.parallelize import decoder_layers
 from finetune.distributed.world import configure_compiler
+from finetune.models.experts import expert_modules
 from finetune.models.head.chunks import compute_fused_chunk
-from finetune.models.moe.experts import expert_modules
 
 MIN_OFFLOADED_BYTES = 1 << 10  # smaller tensors stay on the device
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]

@@ -21,7 +21,7 @@ from finetune.errors import UserError
 from finetune.files.hub import download_folder
 from finetune.files.tensors import read_folder
 from finetune.flops import forward_flop_per_token_of
-from finetune.models.attention.documents import install_attention
+from finetune.models.attention import install_attention
 from finetune.models.checkpointing import (
     ActivationOffload,
     CudaCopies,
@@ -31,19 +31,19 @@ from finetune.models.checkpointing import (
 )
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.embedding import install_embedding_noise, refuse_frozen_tokens, train_new_tokens
-from finetune.models.fake_quantize import fake_quantize
-from finetune.models.head.chunks import TokenWeights
-from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
-from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, find_top, head_divergence
-from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameters, read_adapter, with_adapters
-from finetune.models.moe.experts import (
+from finetune.models.expert_parallel import divide_experts
+from finetune.models.experts import (
     count_active,
     install_experts,
     install_routing,
     keep_factors,
     set_experts_implementation,
 )
-from finetune.models.moe.parallel import divide_experts
+from finetune.models.fake_quantize import fake_quantize
+from finetune.models.head.chunks import TokenWeights
+from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
+from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, find_top, head_divergence
+from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameters, read_adapter, with_adapters
 from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
 from finetune.models.vision import record_outputs

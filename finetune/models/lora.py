@@ -39,7 +39,7 @@ from finetune.distributed.language_model import has_other_parts, text_modules, t
 from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder, read_slice
-from finetune.models.moe.experts import expert_modules, is_experts
+from finetune.models.experts import expert_modules, is_experts
 from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
 from finetune.units import counted
 

@@ -30,7 +30,7 @@ from finetune.distributed.language_model import text_modules
 from finetune.distributed.parallelize import Values, find_local_slices, local_part
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.models.moe.experts import compute_experts, find_factors, is_experts, take_over_adapters
+from finetune.models.experts import compute_experts, find_factors, is_experts, take_over_adapters
 from finetune.models.quantized_weights import (
     QuantizedTensor,
     StoredQuantized,

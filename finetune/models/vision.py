@@ -19,7 +19,7 @@ from transformers.utils import output_capturing
 from finetune.config.families import find_family
 from finetune.distributed.language_model import base_of, other_parts, trunk_of
 from finetune.errors import UserError
-from finetune.models.attention.documents import BOUNDARIES, NAME, NO_MASK
+from finetune.models.attention import BOUNDARIES, NAME, NO_MASK
 
 
 def forward_images(model: Any, images: Mapping[str, Tensor], counts: Sequence[int], **kwargs: Any) -> Tensor:

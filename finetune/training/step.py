@@ -25,8 +25,8 @@ from finetune.distributed.pipeline import AddedLoss, Pipeline, find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.embedding import NoisyDocuments
+from finetune.models.experts import Routing, find_routing
 from finetune.models.fake_quantize import round_from_step
-from finetune.models.moe.experts import Routing, find_routing
 from finetune.optim.build import UpdateInBackward
 from finetune.optim.update_rules import seed_from, seed_rounding
 from finetune.training.objectives.sft import SFT, Measured, Objective

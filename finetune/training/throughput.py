@@ -19,7 +19,7 @@ from finetune.data.batches import StepBatch
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import CACHE_VARIABLE
 from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
-from finetune.models.moe.experts import find_routing
+from finetune.models.experts import find_routing
 from finetune.training.objectives.sft import Measured
 from finetune.units import counted
 

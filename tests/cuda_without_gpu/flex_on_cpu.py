@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.nn.attention import flex_attention
 
-from finetune.models.attention import kernels as block_attention
+from finetune.models import attention_kernels as block_attention
 
 
 def patch_flex(patch: pytest.MonkeyPatch, backend: str | Callable[..., Any] | None = None) -> None:

@@ -22,10 +22,10 @@ from finetune.config.schema import Lora, Model, Optimization, Recipe
 from finetune.data.batches import MicroBatch, StepBatch, make_filler
 from finetune.data.examples import Prompt
 from finetune.distributed.world import World, join, leave
+from finetune.models import attention_kernels as document_attention
 from finetune.models import load
-from finetune.models.attention import kernels as document_attention
 from finetune.models.checkpointing import compile_layers
-from finetune.models.moe.experts import find_routing
+from finetune.models.experts import find_routing
 from finetune.optim.build import build_optimizer
 from finetune.training.evaluate import answer, measure_held_out
 from finetune.training.objectives.sft import SFT

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from finetune.models.attention.kernels import NEEDS_ENABLE_GQA, ScoreOptions
+from finetune.models.attention_kernels import NEEDS_ENABLE_GQA, ScoreOptions
 
 
 @cache

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.models.attention.documents import install_attention
+from finetune.models.attention import install_attention
 from finetune.models.head.cross_entropy import install_loss
 
 WINDOW = 7  # tokens; shorter than the longer documents below

@@ -15,8 +15,8 @@ from finetune.config.layout import Sharding
 from finetune.config.schema import Data, Lora, Model
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
+from finetune.models import attention as documents
 from finetune.models import load
-from finetune.models.attention import documents
 from finetune.models.checkpointing import compile_layers
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.models.attention import kernels as block_attention
-from finetune.models.attention.documents import install_attention, packed_attention
-from finetune.models.attention.kernels import RowDocuments, ScoreOptions, make_masks
+from finetune.models import attention_kernels as block_attention
+from finetune.models.attention import install_attention, packed_attention
+from finetune.models.attention_kernels import RowDocuments, ScoreOptions, make_masks
 from finetune.models.checkpointing import checkpoint_activations, compile_layers
 from finetune.models.head.cross_entropy import install_loss
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from finetune.config.schema import Lora
+from finetune.models import attention_kernels as kernels
 from finetune.models import checkpointing as activation_offload
-from finetune.models.attention import kernels
-from finetune.models.attention.documents import install_attention
+from finetune.models.attention import install_attention
 from finetune.models.checkpointing import ActivationOffload, CudaCopies, _Kept, checkpoint_activations, compile_layers
 from finetune.models.head.cross_entropy import install_loss
 from finetune.models.lora import add_adapters, fuse_adapters

@@ -13,10 +13,10 @@ from torch import library
 from finetune.data.examples import Prompt
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.errors import UserError
-from finetune.models.attention import documents as attention
-from finetune.models.attention import kernels as document_attention
-from finetune.models.attention.documents import NAME, install_attention
-from finetune.models.attention.kernels import RowDocuments, ScoreOptions, attend_documents, attend_from
+from finetune.models import attention as attention
+from finetune.models import attention_kernels as document_attention
+from finetune.models.attention import NAME, install_attention
+from finetune.models.attention_kernels import RowDocuments, ScoreOptions, attend_documents, attend_from
 from finetune.models.checkpointing import decoder_layers
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from tests.conftest import make_tokenizer

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from finetune.models.attention import kernels as block_attention
-from finetune.models.attention import kernels as document_attention
-from finetune.models.attention.kernels import ScoreOptions, attend_in_blocks, find_windows, make_masks
+from finetune.models import attention_kernels as block_attention
+from finetune.models import attention_kernels as document_attention
+from finetune.models.attention_kernels import ScoreOptions, attend_in_blocks, find_windows, make_masks
 from finetune.models.checkpointing import checkpoint_activations, compile_layers
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.models.families import WINDOW, build, documents, gradients, ours, packed, padded, relative_error

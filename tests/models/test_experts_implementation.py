@@ -16,13 +16,11 @@ from transformers import AutoModelForCausalLM
 from finetune.config.layout import Layout, MixedPrecision, Sharding
 from finetune.config.schema import Lora
 from finetune.distributed.parallelize import local_part
-from finetune.models.attention import kernels
-from finetune.models.attention.documents import install_attention
+from finetune.models import attention_kernels as kernels
+from finetune.models.attention import install_attention
 from finetune.models.checkpointing import checkpoint_activations, compile_layers
-from finetune.models.head.cross_entropy import install_loss
-from finetune.models.load import build_on_meta
-from finetune.models.lora import add_adapters
-from finetune.models.moe.experts import (
+from finetune.models.expert_parallel import DividedExperts, divide_layer
+from finetune.models.experts import (
     choose_experts_implementation,
     expert_modules,
     find_routing,
@@ -30,7 +28,9 @@ from finetune.models.moe.experts import (
     keep_factors,
     register_grouped,
 )
-from finetune.models.moe.parallel import DividedExperts, divide_layer
+from finetune.models.head.cross_entropy import install_loss
+from finetune.models.load import build_on_meta
+from finetune.models.lora import add_adapters
 from finetune.training.reference import adapters_off
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.models.families import VOCABULARY, documents, packed

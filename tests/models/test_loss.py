@@ -10,7 +10,7 @@ from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
-from finetune.models.attention.documents import install_attention
+from finetune.models.attention import install_attention
 from finetune.models.head.chunks import ChunkOptions, LogitTransform, TokenWeights, compute_fused_chunk
 from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
 from tests.models.families import build, documents, ours, packed, relative_error

@@ -12,7 +12,7 @@ from finetune.config.layout import MixedPrecision, Sharding
 from finetune.config.methods import Method
 from finetune.config.schema import Data, DatasetSource, Lora
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.models.attention.documents import install_attention
+from finetune.models.attention import install_attention
 from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.head.cross_entropy import install_loss
 from finetune.models.head.log_probabilities import linear_log_probabilities

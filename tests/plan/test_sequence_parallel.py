@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.models.attention.documents import install_attention
+from finetune.models.attention import install_attention
 from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.head.cross_entropy import install_loss
 from finetune.plan.activations import Computation, kept_bytes

@@ -18,7 +18,7 @@ from finetune.constants import loss_chunk_tokens
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.errors import UserError
-from finetune.models.attention.documents import install_attention
+from finetune.models.attention import install_attention
 from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.head.chunks import ChunkOptions, VocabularyShard, choose_chunk_tokens
 from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy

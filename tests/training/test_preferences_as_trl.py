@@ -15,7 +15,7 @@ from finetune.config.methods import METHODS, Method
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
-from finetune.models.attention.documents import install_attention
+from finetune.models.attention import install_attention
 from finetune.models.head.cross_entropy import install_loss
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.reference import StoredReference, sum_log_probabilities

@@ -13,6 +13,7 @@ from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, Model
 from finetune.distributed.world import join, leave
 from finetune.export.export import export
+from finetune.models import quantized_weights
 from finetune.models.load import load_model
 from finetune.models.quantized_layers import quantized_layers
 from finetune.models.quantized_weights import dequantize_tensor, quantize_tensor
@@ -195,7 +196,7 @@ def test_a_weight_beyond_what_bitsandbytes_counts_is_dequantized_in_parts(monkey
     for kind in ("nf4", "double"):
         quantized = quantize_tensor(values, KINDS[kind])
         whole = dequantize_tensor(quantized, torch.float32)
-        monkeypatch.setattr(linear, "LARGEST_KERNEL", 256)
+        monkeypatch.setattr(quantized_weights, "LARGEST_KERNEL", 256)
         assert torch.equal(dequantize_tensor(quantized, torch.float32), whole)
         monkeypatch.undo()
         assert whole.shape == values.shape

@@ -31,8 +31,8 @@ from finetune.export.target import TargetModel, Value, cast_rows
 from finetune.export.verify import compare_values
 from finetune.export.write import Shard, Weights, make_files, write_weights
 from finetune.files.durable import replace_file
+from finetune.models.experts import expert_modules
 from finetune.models.fake_quantize import find_quantizable
-from finetune.models.moe.experts import expert_modules
 from finetune.units import disk_size
 
 FORMAT = f"--format {COMPRESSED}"

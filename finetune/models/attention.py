@@ -30,7 +30,7 @@ from finetune.distributed.sequence_parallel import (
     trade_tokens_for_heads,
 )
 from finetune.errors import UserError
-from finetune.models.attention.kernels import (
+from finetune.models.attention_kernels import (
     FLASH_PACKAGES,
     RowDocuments,
     ScoreOptions,
