@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imports torch or takes long
     from finetune.data.prepare import PreparedData
     from finetune.inference.conversation import Chat
     from finetune.plan.plan import Plan
-    from finetune.training.hooks import Callback
+    from finetune.training.training_run import Callback
 
 
 def load_recipe(recipe: str | Path | None = None, **keys: Any) -> Recipe:

@@ -47,16 +47,15 @@ from finetune.plan.architecture import find_local_facts
 from finetune.pretrained_config import load_config, read_facts, trained_config
 from finetune.terminal import set_library_environment
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
-from finetune.training.hooks import Hooks
+from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
 from finetune.training.objectives.distill import read_teacher_facts
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.sft import SFT, Measured, Objective, Objectives
 from finetune.training.reference import evaluating
 from finetune.training.run_folder import fix_template_date, open_run_folder
 from finetune.training.screens import check_offload_dir, explain_out_of_memory
-from finetune.training.start import make_objectives, prompt_ids, start_run
 from finetune.training.step import clip_and_update, forward_backward, handle_nonfinite, make_guard, set_learning_rate
-from finetune.training.training_run import TrainingRun
+from finetune.training.training_run import Hooks, TrainingRun
 from finetune.training.watch import SignalListener, uninterrupted
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]

@@ -33,10 +33,9 @@ def import_all() -> None:
     import finetune.optim.nvme
     import finetune.run
     import finetune.session
-    import finetune.training.finish
+    import finetune.training.lifecycle
     import finetune.training.objectives.preference
     import finetune.training.screens
-    import finetune.training.start
     import finetune.training.step  # noqa: F401
 
     gc.collect()

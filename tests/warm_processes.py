@@ -155,7 +155,7 @@ def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd:
         from tests.ranks import open_stores
 
         open_stores()
-    if arguments[:2] != ("-m", "finetune.export.reload_check"):
+    if arguments[:2] != ("-m", "finetune.export.verify"):
         from finetune.export import reload_process
 
         vars(reload_process)["subprocess"] = warm_reload()

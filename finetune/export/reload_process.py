@@ -1,4 +1,4 @@
-"""The parent's side of the process that opens an export (reload_check.py): starts it, and takes its results.
+"""The parent's side of the process that opens an export (verify.py): starts it, and takes its results.
 
 The process takes seconds to import, so that it is started early, beside the imports here: this file imports no torch.
 """
@@ -64,7 +64,7 @@ def start_reload() -> Iterator[ReloadProcess]:
     """A process that imports, and waits for a folder to open. It is killed at the end of the block."""
     with TemporaryDirectory() as temporary:
         results = Path(temporary) / "results.safetensors"
-        command = [sys.executable, "-m", "finetune.export.reload_check", str(results)]
+        command = [sys.executable, "-m", "finetune.export.verify", str(results)]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         with subprocess.Popen(command, env=_environment(), stdin=pipe, stdout=null, stderr=pipe, text=True) as process:
             try:

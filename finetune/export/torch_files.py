@@ -150,7 +150,7 @@ class _Section(io.RawIOBase):
         return len(found)
 
 
-if __name__ == "__main__":  # a short process, most of which is imports: see reload_check.py
+if __name__ == "__main__":  # a short process, most of which is imports: see verify.py
     gc.disable()
 
 

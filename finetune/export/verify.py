@@ -1,14 +1,28 @@
-"""Proof that the files hold the checkpoint: names and values read back, and logits computed by a separate process."""
+"""Proof that the files hold the checkpoint: names and values read back, and logits computed by a separate process.
 
+The process opens the export as its users will. `reload_process.start_reload` runs `python -m finetune.export.verify
+RESULTS`, which imports, which takes seconds. Lines of JSON on its stdin then name the folder, in which all but the
+values is complete, and say how far its files are on disk. It reads every value from there, a part behind the writer,
+and leaves in the file RESULTS their digests and the logits of fixed prompts. A folder that does not load is one line on
+stderr and exit code 1.
+"""
+
+import gc
+import json
+import os
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from threading import Event
-from typing import Any
+from threading import Condition, Event, Lock, Thread
+from typing import Any, TypeVar
 
 import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from finetune.config.module_names import peft_name
 from finetune.errors import UserError
@@ -16,13 +30,82 @@ from finetune.export import merge as lora
 from finetune.export.logits import stream_logits
 from finetune.export.merge import find_quantized, make_dequantizer
 from finetune.export.publish import ExportOptions
-from finetune.export.reload_check import WrittenFiles, read_digests
 from finetune.export.reload_process import ReloadProcess, start_reload
 from finetune.export.source import Source
-from finetune.export.target import TargetModel, describe_target, read_rows
+from finetune.export.target import TargetModel, describe_target, import_transformers, raw_bytes, read_rows, row_blocks
 from finetune.export.write import Digests, Weights, ignore
-from finetune.files.tensors import read_files
+from finetune.files.tensors import SINGLE_FILE, HeaderEntry, read_files, read_header
+from finetune.models.load import auto_class_of
 from finetune.models.lora import inject_adapters
+from finetune.models.weights import Slices, boxes_of_parameters
+
+# How much of a file is read before it is reopened. Rows are a memory map of safetensors', whose pages count as
+# resident.
+MAPPED_BYTES = 16 * 1024 * 1024
+BUFFER_BYTES = 1024 * 1024  # what fits a core's cache is copied fastest
+# filled by one call, all of them the same: between calls a thread that imports holds Python's lock for milliseconds
+BUFFERS = 32
+Wait = Callable[[str, int], object]  # (file, end): returns once the first `end` bytes of it are on disk
+
+Result = TypeVar("Result")
+
+
+class WrittenFiles:
+    """The tensors of some safetensors files of a folder, which may be written while they are read.
+
+    One reading: rows are handed out one call at a time.
+    """
+
+    def __init__(self, folder: Path, files: tuple[str, ...], wait: Wait = lambda _file, _end: None) -> None:
+        """Reads the headers, which the files must hold. Raises `UserError` where one is wrong, or two hold one name."""
+        self._folder, self._wait, self._lock = folder, wait, Lock()
+        self.entries: dict[str, tuple[str, HeaderEntry]] = {}
+        for file in files:
+            for entry in sorted(read_header(folder / file), key=lambda entry: entry.begin):
+                self.entries[entry.name] = (file, entry)
+        self._opened: Any = None
+        self._opened_file, self._mapped_bytes = "", 0
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, (_, entry) in self.entries.items()}
+
+    def read(self, name: str, start: int, stop: int, use: Callable[[torch.Tensor], Result]) -> Result:
+        """`use(rows)` for rows of a tensor (of a scalar, itself): a memory map that is gone when `use` returns."""
+        file, entry = self.entries[name]
+        row_bytes = (entry.end - entry.begin) // max(1, entry.shape[0] if entry.shape else 1)
+        self._wait(file, entry.begin + stop * row_bytes)
+        with self._lock:
+            if self._opened_file != file or self._mapped_bytes > MAPPED_BYTES:
+                self.close()
+                self._opened = safe_open(self._folder / file, framework="pt")
+                self._opened_file = file
+            self._mapped_bytes += (stop - start) * row_bytes
+            part = self._opened.get_slice(name)
+            return use(part[start:stop] if entry.shape else self._opened.get_tensor(name))
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.__exit__(None, None, None)
+        self._opened, self._opened_file, self._mapped_bytes = None, "", 0
+
+
+def read_digests(files: WrittenFiles, advance: Callable[[int], object] = lambda _: None) -> dict[str, str]:
+    """The digest (xxh3, 128 bits, hexadecimal) of every tensor's bytes, by name, in the file's order."""
+    found = {}
+    for name, (_, entry) in files.entries.items():
+        digest = xxhash.xxh3_128()
+
+        def add(rows: torch.Tensor, digest: Any = digest) -> int:
+            digest.update(raw_bytes(rows))
+            return rows.nbytes
+
+        for start, stop in row_blocks(entry.shape):
+            advance(files.read(name, start, stop, add))
+        found[name] = digest.hexdigest()
+    files.close()
+    return found
+
 
 # The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains.
 # Zero where nothing was rounded; else it allows for rounding every weight once (bfloat16 keeps 8 bits, float16 11) and
@@ -177,3 +260,122 @@ def _raise_if_any(problems: list[str], what: str) -> None:
     if problems:
         more = [f"and {len(problems) - LISTED_DIFFERENCES} more"] if len(problems) > LISTED_DIFFERENCES else []
         raise UserError.of([f"not exported: {what}", *problems[:LISTED_DIFFERENCES], *more])
+
+
+def main(arguments: list[str]) -> int:
+    """The separate process."""
+    results = Path(arguments[0])
+    import_transformers()
+    line = sys.stdin.readline()
+    if not line:
+        return 1  # the parent has gone
+    given = json.loads(line)
+    folder, trust_remote_code = Path(given["folder"]), given["trust_remote_code"]
+    try:
+        progress = DiskProgress(folder, given["files"])
+        progress.follow(sys.stdin)
+        target = describe_target(folder, trust_remote_code=trust_remote_code)
+        load_with_transformers(folder, trust_remote_code)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            digests = pool.submit(read_digests, WrittenFiles(folder, tuple(given["files"]), progress.wait_for))
+            logits = _compute_logits(folder, target, progress)
+            save_file({"logits": logits.contiguous()}, results, metadata=digests.result())
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+class DiskProgress:
+    """How far each file of a folder is on disk."""
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        self._folder = folder
+        self._sizes = {file: (folder / file).stat().st_size for file in files}
+        self._ends = dict.fromkeys(self._sizes, 0)
+        self._changed = Condition()
+
+    def follow(self, lines: Iterable[str]) -> None:
+        """Reads what the parent says, in a thread. Ends this process if the parent goes before it is done."""
+        Thread(target=self._follow, args=[lines], daemon=True).start()
+
+    def _follow(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            said = json.loads(line)
+            _read_ahead(self._folder / said["file"], self._ends[said["file"]], said["end"])
+            with self._changed:
+                self._ends[said["file"]] = said["end"]
+                self._changed.notify_all()
+        if self._ends != self._sizes:
+            os._exit(1)
+
+    def wait_for(self, file: str, end: int) -> None:
+        """Returns once the first `end` bytes of `file` are on disk."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ends[file] >= end)
+
+
+def _read_ahead(path: Path, position: int, end: int) -> None:
+    """Reads these bytes of a file, for the kernel to keep.
+
+    Read in order, they are kept in large pieces, which takes a fraction of the processor's time that page faults, or
+    the kernel's own advice to read ahead, take.
+    """
+    buffer = memoryview(bytearray(BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while position < end:
+            whole, rest = divmod(min(end - position, BUFFERS * BUFFER_BYTES), BUFFER_BYTES)
+            position += os.preadv(file.fileno(), [buffer] * whole + [buffer[:rest]], position) or end
+
+
+def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> None:
+    """Loads config, generation config, tokenizer and (on meta) the model as a user of transformers does.
+
+    Raises `UserError` where any of it does not load, or a tensor is missing, unexpected or of another shape.
+    """
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    try:
+        GenerationConfig.from_pretrained(folder)
+        if (folder / "tokenizer_config.json").exists():
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        _, loading_info = auto_class_of(config).from_pretrained(
+            folder, device_map="meta", output_loading_info=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # whatever is wrong, the folder must not be published
+        raise UserError(f"transformers cannot open it: {type(error).__name__}: {error}") from None
+    wrong = {kind: sorted(map(str, names)) for kind, names in loading_info.items() if names}
+    if wrong:
+        raise UserError(
+            "; ".join(f"transformers reports {kind}: {', '.join(names[:5])}" for kind, names in wrong.items())
+        )
+
+
+def _compute_logits(folder: Path, target: TargetModel, progress: DiskProgress) -> torch.Tensor:
+    found = [folder / SINGLE_FILE] if (folder / SINGLE_FILE).exists() else sorted(folder.glob("*.safetensors"))
+    files = WrittenFiles(folder, tuple(path.name for path in found), progress.wait_for)
+    boxes = boxes_of_parameters(target.model, files.shapes, str(folder))
+
+    def read(name: str, slices: Slices) -> torch.Tensor:
+        start, stop = (slices[0].start, slices[0].stop) if slices else (0, 1)
+        rows = files.read(name, start, stop, _copy_float32)
+        return rows[(slice(None), *slices[1:])] if slices else rows
+
+    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+        box = boxes[target.tied.get(name, name)]
+        return box.read((slice(start, stop),) if box.shape else (), read)
+
+    return stream_logits(target.model, rows)
+
+
+def _copy_float32(mapped: torch.Tensor) -> torch.Tensor:
+    """A copy in memory; what is not floating keeps its dtype."""
+    return mapped.to(torch.float32 if mapped.is_floating_point() else mapped.dtype, copy=True)
+
+
+if __name__ == "__main__":
+    gc.disable()  # imports make no garbage, but half a million objects, through which the collector would walk
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # at once: a thread may be reading stdin, which Python would wait for, or abort

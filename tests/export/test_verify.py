@@ -15,8 +15,8 @@ from finetune.cli import main
 from finetune.errors import UserError
 from finetune.export import export as exporting
 from finetune.export import merge as merging
-from finetune.export import reload_check as read_back
 from finetune.export import reload_process, target, verify
+from finetune.export import verify as read_back
 from finetune.export import write as shard_files
 from finetune.export.write import Digests, Weights
 from finetune.files.tensors import StoredTensor, read_files

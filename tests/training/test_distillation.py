@@ -26,10 +26,10 @@ from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.training.lifecycle import make_objectives
 from finetune.training.objectives import distill
 from finetune.training.objectives.distill import read_teacher_facts
 from finetune.training.screens import describe_teacher
-from finetune.training.start import make_objectives
 from finetune.training.watch import SignalListener
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python

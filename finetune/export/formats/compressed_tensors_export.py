@@ -25,10 +25,9 @@ from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, insert_section, write_metadata
 from finetune.export.merge_choice import ComparisonRows, MergedScore, measure, read_comparison_rows
 from finetune.export.publish import COMPRESSED, ExportOptions, is_alone, is_installed
-from finetune.export.reload_check import WrittenFiles, read_digests
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, cast_rows
-from finetune.export.verify import compare_values
+from finetune.export.verify import WrittenFiles, compare_values, read_digests
 from finetune.export.write import Shard, Weights, make_files, write_weights
 from finetune.files.durable import replace_file
 from finetune.models.experts import expert_modules
