@@ -86,7 +86,7 @@ class Pipeline:
         self._last_chunk = len(parts) - 1
         self._chunk: int | None = None  # that a schedule computes; None: a forward over all ranks
         self._received: Tensor | None = None  # what enters that chunk
-        self._shapes: dict[str, dict[str, list[int]]] = {}  # of what `share` was given under each key
+        self._shapes: dict[str, list[dict[str, list[int]]]] = {}  # of what `share` was given under each key
         self._schedule: tuple[tuple[int, int], Any] | None = None
         self._compute: Callable[[int], Tensor] = lambda _: torch.zeros(())
         self._sizes: Sequence[tuple[int, int]] = ()
@@ -167,36 +167,50 @@ class Pipeline:
         if self._chunk is not None:
             return head(hidden, *args, **kwargs) if self._chunk == self._last_chunk else hidden
         is_last = self.rank == self.size - 1
-        return self.share({"": head(hidden, *args, **kwargs)} if is_last else {})[""]
+        return self.share([{"": head(hidden, *args, **kwargs)}] if is_last else [])[0][""]
 
-    def share(self, values: Mapping[str, Tensor], key: str | None = None) -> dict[str, Tensor]:
+    def share(self, values: Sequence[Mapping[str, Tensor]], key: str | None = None) -> list[dict[str, Tensor]]:
         """The last rank's `values`, on every rank of the pipeline, as fp32.
 
         key: Under it names and shapes are asked for once; None: each time.
         """
         shapes = self._shapes.get(key or "")
         if key is None or shapes is None:
-            own = {name: list(value.shape) for name, value in values.items()}
-            shapes = gather_json(own, self.group)[-1]  # over gloo: a GPU's queue is left alone
-            self._shapes[key or ""] = shapes
+            own = [{name: list(value.shape) for name, value in each.items()} for each in values]
+            shapes = self._shapes[key or ""] = gather_json(own, self.group, self.device)[-1]
+        sizes = [prod(shape) for each in shapes for shape in each.values()]
         if self.rank == self.size - 1:
-            flat = torch.cat([value.float().flatten() for value in values.values()])
+            flat = torch.cat([value.float().flatten() for each in values for value in each.values()])
         else:
-            flat = torch.empty(sum(prod(shape) for shape in shapes.values()), device=self.device)
+            flat = torch.empty(sum(sizes), device=self.device)
         dist.broadcast(flat, self._last_rank, self.group)
-        parts = torch.split(flat, [prod(shape) for shape in shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        parts = iter(torch.split(flat, sizes))
+        return [{name: next(parts).view(shape) for name, shape in each.items()} for each in shapes]
 
     # A step by a schedule
 
-    def run(self, sizes: Sequence[tuple[int, int]], compute: Callable[[int], Tensor]) -> None:
+    def run(
+        self,
+        sizes: Sequence[tuple[int, int]],
+        measure: Callable[[int], Tensor],
+        forward: Callable[[int], Tensor],
+        auxiliary: Callable[[], Tensor] | None = None,
+    ) -> None:
         """Forward and backward of the micro-batches of a step, by the schedule. All ranks call it.
 
         Args:
-            sizes: Rows and tokens of each.
-            compute: Called with the index of a micro-batch for each chunk of this rank, runs the model's forward over
-                it. Returns what that returns, [rows, tokens, hidden]; for the last chunk the loss, 0-dim.
+            sizes: Rows and tokens of each micro-batch.
+            measure: Runs the model over the micro-batch of an index, for the last chunk. Returns the loss, 0-dim.
+            forward: The same for the other chunks. Returns what they hand on, [rows, tokens, hidden].
+            auxiliary: The loss of the experts in the latest forward, if there are any.
         """
+
+        def compute(index: int) -> Tensor:
+            if self._chunk == self._last_chunk:
+                return measure(index)
+            hidden = forward(index)
+            return hidden if auxiliary is None else _AddedLoss.apply(hidden, auxiliary())  # type: ignore[no-untyped-call]
+
         self._compute, self._sizes = compute, sizes
         capacity = max(rows * tokens for rows, tokens in sizes) * self._width
         if self._schedule is None or self._schedule[0][0] != len(sizes) or self._schedule[0][1] < capacity:
@@ -211,6 +225,7 @@ class Pipeline:
             if isinstance(error.__cause__, UserError | torch.OutOfMemoryError):
                 raise error.__cause__ from None
             raise
+        self._sum_copied_gradients()
 
     def _make_schedule(self, micro_batches: int, capacity: int) -> Any:
         state = torch.empty(1, capacity, dtype=self._dtype, device="meta", requires_grad=True)
@@ -245,11 +260,6 @@ class Pipeline:
             return result
         return F.pad(result.to(self._dtype).flatten(), (0, capacity - numbers))[None]
 
-    @property
-    def computes_loss(self) -> bool:
-        """Whether the chunk that is computed now is the last one."""
-        return self._chunk == self._last_chunk
-
     @contextmanager
     def _computing(self, chunk: int, hidden: Tensor | None) -> Iterator[None]:
         over_all = self._trunk._modules[self._name]
@@ -261,8 +271,8 @@ class Pipeline:
             self._chunk, self._received = None, None
             self._trunk._modules[self._name] = over_all
 
-    def sum_copied_gradients(self) -> None:
-        """Sums the gradients of a tied weight on the first and the last rank. Called after the last micro-batch."""
+    def _sum_copied_gradients(self) -> None:
+        """Sums the gradients of a tied weight on the first and the last rank."""
         if not self._has_copies or 0 < self.rank < self.size - 1:
             return
         gradient: Any = self._embedding.weight.grad
@@ -276,7 +286,7 @@ class Pipeline:
         own.add_(other)
 
 
-class AddedLoss(torch.autograd.Function):
+class _AddedLoss(torch.autograd.Function):
     """The identity on hidden states, whose backward is that of a loss beside theirs."""
 
     @staticmethod
@@ -330,7 +340,7 @@ class _Elsewhere(nn.Module):
 def _count_multiplied(module: nn.Module) -> int:
     """The numbers of a module in matrix products, quantized or not, without those of adapters, which are few."""
     parts = {name: part for name, part in module.named_modules() if ".lora_" not in name}
-    quantized = [shape for part in parts.values() if isinstance(shape := getattr(part, "shape", None), tuple)]
+    quantized = [part.whole for part in parts.values() if isinstance(getattr(part, "whole", None), tuple)]
     plain = [p.shape for part in parts.values() for p in part.parameters(recurse=False) if p.dim() > 1]
     return sum(map(prod, (*quantized, *plain)))
 

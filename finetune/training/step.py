@@ -1,7 +1,7 @@
 """One optimizer step, whole: forward and backward over the micro-batches, clip, check, update."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from finetune.distributed.gradients import (
     without_gradient_sync,
 )
 from finetune.distributed.parallelize import unwrap
-from finetune.distributed.pipeline import AddedLoss, Pipeline, find_pipeline
+from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.embedding import NoisyDocuments
@@ -284,8 +284,13 @@ def accumulate_gradients(
 
     if pipeline := find_pipeline(unwrap(model)):
         auxiliary = None if routing is None else lambda: add_auxiliary(torch.zeros((), device=world.device))
-        _run_stages(pipeline, batch.micro_batches, measure, lambda each: model(**inputs_of(each)), auxiliary)
-        total = share_measured(total, pipeline, type(objective).__name__)
+        each = batch.micro_batches
+        sizes = [(one.input_ids.shape[0], one.input_ids.shape[1]) for one in each]
+        pipeline.run(
+            sizes, lambda index: measure(each[index]), lambda index: model(**inputs_of(each[index])), auxiliary
+        )
+        loss, *others = pipeline.share([{"": total.loss_sum}, total.metrics, total.maxima], type(objective).__name__)
+        total = Measured(loss[""], *others)
     else:
         for index, micro_batch in enumerate(batch.micro_batches):
             is_last = index == len(batch.micro_batches) - 1
@@ -295,41 +300,6 @@ def accumulate_gradients(
     if routing is not None:
         routing.end_step()
     return total
-
-
-def _run_stages(
-    pipeline: Pipeline,
-    micro_batches: Sequence[MicroBatch],
-    measure: Callable[[MicroBatch], torch.Tensor],
-    forward: Callable[[MicroBatch], torch.Tensor],
-    auxiliary: Callable[[], torch.Tensor] | None,
-) -> None:
-    """Forward and backward of a pipeline's step: its last layers `measure`, others hand on what `forward` gives.
-
-    auxiliary: The loss of the experts in the latest forward, if there are any.
-    """
-
-    def compute(index: int) -> torch.Tensor:
-        if pipeline.computes_loss:
-            return measure(micro_batches[index])
-        hidden = forward(micro_batches[index])
-        return hidden if auxiliary is None else AddedLoss.apply(hidden, auxiliary())  # type: ignore[no-untyped-call]
-
-    pipeline.run([(each.input_ids.shape[0], each.input_ids.shape[1]) for each in micro_batches], compute)
-    pipeline.sum_copied_gradients()
-
-
-def share_measured(own: Measured, pipeline: Pipeline, key: str) -> Measured:
-    """What the last rank of a pipeline has measured, on each of its ranks. `key`: the same for the same metrics."""
-    values = {"": own.loss_sum}
-    values |= {f"mean/{name}": pair for name, pair in own.metrics.items()}
-    values |= {f"most/{name}": most for name, most in own.maxima.items()}
-    shared = pipeline.share(values, key)
-    metrics, maxima = (
-        {name.removeprefix(kind): value for name, value in shared.items() if name.startswith(kind)}
-        for kind in ("mean/", "most/")
-    )
-    return Measured(shared[""], metrics, maxima)
 
 
 def auxiliary_loss_of_step(
