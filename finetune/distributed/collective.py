@@ -1,4 +1,4 @@
-"""What ranks exchange without pickles: values as JSON, and actions that succeed on all ranks or fail on all.
+"""What ranks exchange without pickles: tensors, values as JSON, and actions that succeed on all ranks or fail on all.
 
 `DataParallelRank` is what the data asks about a rank: which rows of a step are its own.
 """
@@ -48,6 +48,34 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
     padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
     dist.all_gather(padded, torch.nn.functional.pad(raw, (0, longest - raw.numel())), group)
     return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(padded, sizes, strict=True)]
+
+
+def all_to_all(
+    rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+) -> torch.Tensor:
+    """Sends `sent[r]` of the rows to each rank r of the group, and returns the rows received, in order of rank.
+
+    Its backward returns the gradients the same way. By default every rank sends and receives as many.
+    """
+    exchanged: torch.Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+# torch.distributed.nn has the same and is deprecated; the functional collectives return a tensor that waits later, and
+# that a layer's views and saved tensors would all be.
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None
+    ) -> torch.Tensor:
+        ctx.arguments = group, received, sent
+        arriving = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(arriving, rows.contiguous(), received, sent, group=group)
+        return arriving
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return all_to_all(gradients[0], *ctx.arguments), None, None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from finetune.distributed.collective import all_to_all
+
 
 def trade_tokens_for_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
@@ -39,7 +41,7 @@ def trade_tokens_for_heads(
         each.transpose(1, 2).reshape(rows, tokens, ranks, count * size).movedim(2, 0)
         for each, (count, size) in zip(states, sizes, strict=True)
     ]
-    received = _all_to_all(torch.cat(parts, dim=-1), group).movedim(0, 1).flatten(1, 2)
+    received = all_to_all(torch.cat(parts, dim=-1), group).movedim(0, 1).flatten(1, 2)
     split = torch.split(received, [count * size for count, size in sizes], dim=-1)
     query, key, value = (
         each.view(rows, ranks * tokens, *shape).transpose(1, 2) for each, shape in zip(split, sizes, strict=True)
@@ -54,7 +56,7 @@ def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     rows, tokens, heads, size = output.shape
     sent = output.reshape(rows, group.size(), tokens // group.size(), heads * size).movedim(1, 0)
-    received = _all_to_all(sent, group)  # [ranks, rows, tokens of this rank, heads x head size]
+    received = all_to_all(sent, group)  # [ranks, rows, tokens of this rank, heads x head size]
     return received.movedim(0, 2).reshape(rows, tokens // group.size(), group.size() * heads, size)
 
 
@@ -85,11 +87,11 @@ def sum_over_group(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return total
 
 
-def gather_tokens(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_tokens(states: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
     """[rows, tokens of this rank, ...] of every rank of a sequence -> [rows, tokens, ...], without gradients."""
-    parts = [torch.empty_like(states) for _ in range(group.size())]
+    parts = [torch.empty_like(states, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, states.contiguous(), group)
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim)
 
 
 def _repeat_heads(states: Tensor, ranks: int) -> Tensor:
@@ -97,43 +99,16 @@ def _repeat_heads(states: Tensor, ranks: int) -> Tensor:
     return states.repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], dim=1)
 
 
-def _all_to_all(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sends the i-th part along the first dimension to the i-th rank; returns the parts received, in order of rank."""
-    received: Tensor = _AllToAll.apply(sent.contiguous(), group)  # type: ignore[no-untyped-call]
-    return received
-
-
-# torch.distributed.nn has both and is deprecated; the functional collectives return a tensor that waits later, and that
-# a layer's views and saved tensors would all be.
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad_outputs[0], ctx.group), None
-
-
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        parts = [torch.empty_like(states, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, states.contiguous(), group=group)
-        return torch.cat(parts, dim=2)
+        return gather_tokens(states, group, dim=2)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         parts = torch.stack(grad_outputs[0].chunk(ctx.group.size(), dim=2))
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=ctx.group)
-        return received.sum(0), None
+        return all_to_all(parts, ctx.group).sum(0), None
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -238,9 +238,7 @@ def packed_attention(
     with torch.autocast(device, enabled=False):
         if sequence_group is None:
             return attend_documents(query, key, value, documents, options).to(dtype), None
-        attend = _attend_for_heads if divides_heads(query.shape[1], sequence_group.size()) else _attend_for_tokens
-        attended: Tensor = attend(query, key, value, documents, options, dtype, sequence_group)
-        return attended, None
+        return _attend_across_ranks(query, key, value, documents, options, dtype, sequence_group), None
 
 
 def _find_chunk(attention: Any) -> int | None:
@@ -252,7 +250,7 @@ def _find_chunk(attention: Any) -> int | None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the collectives are no part of a compiled layer
-def _attend_for_heads(
+def _attend_across_ranks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -261,24 +259,13 @@ def _attend_for_heads(
     dtype: torch.dtype,
     group: ProcessGroup,
 ) -> Tensor:
-    """As `attend_documents`, in `dtype`, with this rank's tokens: it attends for some heads over the whole row."""
+    """As `attend_documents`, in `dtype`, with this rank's tokens: for some of the heads over the whole row, or, where
+    there are more ranks than heads, from these tokens to the keys of the whole row."""
+    if not divides_heads(query.shape[1], group.size()):
+        first = group.rank() * query.shape[2]
+        key, value = gather_keys(key, group), gather_keys(value, group)
+        return attend_from(query, key, value, first, documents, options).to(dtype)
     query, key, value = trade_tokens_for_heads(query, key, value, group)
     if options.sinks is not None:
         options = options._replace(sinks=take_heads(options.sinks, group))
     return trade_heads_for_tokens(attend_documents(query, key, value, documents, options).to(dtype), group)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
-def _attend_for_tokens(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: RowDocuments,
-    options: ScoreOptions,
-    dtype: torch.dtype,
-    group: ProcessGroup,
-) -> Tensor:
-    """As `attend_documents`, in `dtype`, with this rank's tokens: they attend to the keys of the whole row."""
-    first = group.rank() * query.shape[2]
-    key, value = gather_keys(key, group), gather_keys(value, group)
-    return attend_from(query, key, value, first, documents, options).to(dtype)

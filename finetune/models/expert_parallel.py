@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from finetune.config.layout import shard_experts
 from finetune.distributed.accelerator import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
+from finetune.distributed.collective import all_to_all
 from finetune.distributed.world import World, set_timeouts
 from finetune.models.experts import compute_experts, expert_modules, find_factors, move_rows, take_over_adapters
 from finetune.models.quantized_layers import expert_weights, quantized_children, recompute_dequantized
@@ -100,11 +101,11 @@ class DividedExperts:
         dist.all_to_all_single(arriving, counts, group=self.group)
         sent, received = torch.stack([counts, arriving]).view(2, self.size, self.local_experts).sum(-1).tolist()
         leaving = move_rows(hidden, order, back, per_token)
-        rows: Tensor = _Exchange.apply(leaving, sent, received, self.group)  # type: ignore[no-untyped-call]
+        rows = all_to_all(leaving, self.group, sent, received)
         local = torch.arange(self.local_experts, device=flat.device).repeat(self.size)
         own = local.repeat_interleave(arriving, output_size=sum(received))
         outputs = recompute_dequantized(self.module, self.compute, rows, own)
-        returned: Tensor = _Exchange.apply(outputs, received, sent, self.group)  # type: ignore[no-untyped-call]
+        returned = all_to_all(outputs, self.group, received, sent)
         states = move_rows(returned, back, order).view(tokens, per_token, -1)
         weighted: Tensor = (states * weights[..., None]).sum(1)
         return weighted.to(hidden.dtype)
@@ -131,22 +132,3 @@ def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[
         assert held is not None, f"{name}: refused by the rule `experts over shards`"
         by_dim[id(parameter)] = Shard(0 if held[1:] == tuple(parameter.shape[1:]) else 1)
     return lambda parameter: by_dim[id(parameter)]
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends `sent[r]` rows to each rank r of the group, receives `received[r]`; in the backward the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arriving = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(arriving, rows.contiguous(), received, sent, group=group)
-    return arriving

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
@@ -36,14 +37,14 @@ def forward_images(model: Any, images: Mapping[str, Tensor], counts: Sequence[in
     if "mm_encoder_outputs" not in inspect.signature(base.forward).parameters:
         raise UserError("images need transformers 5.20 or later; upgrade it")
     is_trained = any(parameter.requires_grad for part in other_parts(model) for parameter in part.parameters())
-    with torch.set_grad_enabled(
-        is_trained and torch.is_grad_enabled()
-    ):  # else checkpointing would keep its layers' inputs
+    # Else checkpointing would keep its layers' inputs.
+    with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
         features = base.get_image_features(**images, return_dict=True)
     kwargs["use_cache"] = False
     if not any(counts):
         hidden: Tensor = trunk(**kwargs).last_hidden_state
-        return hidden + 0.0 * torch.stack([tensor.float().sum() for tensor in _list_tensors(features)]).sum().to(hidden)
+        tensors = [leaf for leaf in tree_leaves(features) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        return hidden + 0.0 * torch.stack([tensor.float().sum() for tensor in tensors]).sum().to(hidden)
     ids = kwargs["input_ids"]
     is_image = ids == base.config.image_token_id
     held = {name: kwargs.pop(name) for name in BOUNDARIES if name in kwargs}
@@ -111,16 +112,3 @@ def _find_positions(
             found.append(torch.arange(len(tokens), device=ids.device).expand(3, -1))
         used += count
     return torch.cat([text[None], torch.cat(found, 1).view(3, *ids.shape)])
-
-
-def _list_tensors(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in nested containers."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _list_tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _list_tensors(each)

@@ -28,7 +28,25 @@ def load_state_unconverted(optimizer: torch.optim.Optimizer, state_dict: dict[st
     optimizer.param_groups = groups
 
 
-class AdamWBf16Moments(torch.optim.Optimizer):
+class _ByParameter(torch.optim.Optimizer):
+    """Updates one parameter after another."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient. All ranks of its shards call it."""
+        assert closure is None, "closures are not supported"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, self.state[parameter], group)
+
+    load_state_dict = load_state_unconverted
+
+    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class AdamWBf16Moments(_ByParameter):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with stochastically rounded bf16 moments.
 
     State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq` (bf16, shaped and sharded like it). Draws
@@ -50,24 +68,15 @@ class AdamWBf16Moments(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
-        assert closure is None, "closures are not supported"
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-                state["step"] += 1
-                moments = (state["exp_avg"], state["exp_avg_sq"])
-                update_(parameter, parameter.grad, *moments, int(state["step"]), group, self.found_inf)
-
-    load_state_dict = load_state_unconverted
+    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        state["step"] += 1
+        assert parameter.grad is not None
+        moments = (state["exp_avg"], state["exp_avg_sq"])
+        update_(parameter, parameter.grad, *moments, int(state["step"]), group, self.found_inf)
 
 
 @cache
@@ -180,7 +189,7 @@ CLIP_THRESHOLD = 1.0  # of the update's root mean square
 DECAY_RATE = -0.8
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(_ByParameter):
     """State of a parameter: `step` (fp32 scalar); of a matrix [rows, columns] `exp_avg_sq_row` [rows], sharded like it,
     and `exp_avg_sq_col` [columns], whole; of a vector `exp_avg_sq`, shaped and sharded like it. All in fp32.
     """
@@ -190,21 +199,11 @@ class Adafactor(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient. All ranks of its shards call it."""
-        assert closure is None, "closures are not supported"
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    _make_state(parameter, state)
-                state["step"] += 1
-                _update_factored(parameter, state, group["lr"], group["weight_decay"])
-
-    load_state_dict = load_state_unconverted
+    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            _make_state(parameter, state)
+        state["step"] += 1
+        _update_factored(parameter, state, group["lr"], group["weight_decay"])
 
 
 def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
