@@ -229,23 +229,21 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
 
 
 def load_start(start: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:
-    """Loads the checkpoint that `find_start` has found. A run without one is at step 0, with the weights it has."""
-    return Progress() if start is None else load(start, model, optimizer, world)
+    """Fills model and optimizer from the checkpoint that `find_start` has found. All ranks call it.
 
-
-def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:
-    """Fills the model and the optimizer from a verified `checkpoint`. All ranks call it; each reads its part.
-
-    Raises `UserError` where the checkpoint was saved from a different model.
+    A run without one is at step 0, with the weights it has. Raises `UserError` where the checkpoint was saved from a
+    different model.
     """
+    if start is None:
+        return Progress()
     optimizer = unwrap_optimizer(optimizer)
     weights, moments = get_model_state(model, optimizer), get_optimizer_state(model, optimizer)
     with torch.no_grad():
-        read_shards(weights, MODEL, checkpoint, world)
-        read_shards(select_tensors(moments), OPTIMIZER, checkpoint, world)
+        read_shards(weights, MODEL, start, world)
+        read_shards(select_tensors(moments), OPTIMIZER, start, world)
     set_model_state(model, weights)
     set_optimizer_state(model, optimizer, moments)
-    progress = read_progress(checkpoint)
+    progress = read_progress(start)
     if progress.scaler and world.accelerator.scaler is not None:
         world.accelerator.scaler.load_state_dict(progress.scaler)
     return progress

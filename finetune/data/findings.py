@@ -1,10 +1,11 @@
 """What can be wrong with training data, or worth knowing about it: how severe each is, and how it is reported."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from finetune.data.messages import list_columns
+from finetune.errors import UserError
 from finetune.units import counted
 
 Severity = Literal["notice", "warning", "fatal"]
@@ -176,6 +177,12 @@ class Tally:
             found.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what))
         order = {"fatal": 0, "warning": 1, "notice": 2}
         return sorted(found, key=lambda finding: (order[finding.severity], -finding.rows))
+
+
+def refuse_fatal(findings: Iterable[Finding]) -> None:
+    """Raises `UserError` with the findings that stop the training, where there are any."""
+    if stop := [str(finding) for finding in findings if finding.is_fatal]:
+        raise UserError.of(stop)
 
 
 def check_longest_example(tokens: int, max_position_embeddings: int | None, whose: str = "model") -> list[str]:

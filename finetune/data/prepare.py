@@ -30,6 +30,7 @@ from finetune.data.data_report import (
     select_examples,
 )
 from finetune.data.examples import Examples, Prompt, cut_prompts, hold_out, mix_sources
+from finetune.data.findings import refuse_fatal
 from finetune.data.packing import BatchConfig, make_generator
 from finetune.data.sources import RowBatch, describe_source, fingerprint_samples, interleave_sources
 from finetune.data.token_cache import cache_folder, hash_inputs, open_cached_store, open_or_write_store
@@ -121,9 +122,7 @@ class StreamedBatches:
         store = self.open_block_store(number, canceled)
         stats = SourceStats.from_json(store.facts)
         examples, report = select_examples(store, self.data.datasets[0], self.data)
-        stop = [finding for finding in report.findings if finding.is_fatal]
-        if stop:
-            raise UserError.of(map(str, stop))
+        refuse_fatal(report.findings)
         if not len(examples):
             raise UserError(
                 f"{self.data.datasets[0].origin}: no row of a block of {BLOCK_ROWS} holds a token to train on"
@@ -264,12 +263,8 @@ class PreparedData:
 
         A run over conversations from when this was every format's default resumes with it.
         """
-        if (
-            recipe.data.overlength
-            or recipe.method_facts.samples
-            or not self.report.is_complete
-            or "text" in self.report.formats
-        ):
+        is_decided = recipe.data.overlength or recipe.method_facts.samples
+        if is_decided or not self.report.is_complete or "text" in self.report.formats:
             return recipe
         return replace(recipe, data=replace(recipe.data, overlength="truncate"))
 
@@ -289,8 +284,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> Pre
     else:
         data = PreparedData(*_read_stored(recipe, tokenizer, world), tokenizer)
     refuse_problems(find_problems(recipe, images=data.images))
-    if stop := [finding for finding in data.report.findings if finding.is_fatal]:
-        raise UserError.of(map(str, stop))
+    refuse_fatal(data.report.findings)
     return data
 
 
@@ -311,8 +305,7 @@ def batch_rows(
     read = RowBatch(GIVEN, tuple(range(1, len(rows) + 1)), tuple(map(plain_row, rows)))
     tokens = tokenize_rows([(source, read)], recipe.data, tokenizer, stats, recipe.method_facts.rows)
     examples, report = select_examples(keep_in_memory(tokens, stats.as_json), source, recipe.data)
-    if stop := [finding for finding in report.findings if finding.is_fatal]:
-        raise UserError.of(map(str, stop))
+    refuse_fatal(report.findings)
     if not len(examples):
         raise UserError(f"{GIVEN}: none of {len(rows)} holds a token to train on")
     if any(finding.name == "plain_template" for finding in report.findings):
@@ -363,11 +356,8 @@ def _read_stored(
         tokenizer.chat_template = PLAIN
     train = make_train_batches(recipe, examples, tokenizer, world)
     evaluation = make_eval_batches(recipe, held_out, tokenizer, world)
-    return (
-        train,
-        evaluation,
-        make_report(train, sources, eval_sources, held_out, [*find_same_ratings(examples), *leaked]),
-    )
+    report = make_report(train, sources, eval_sources, held_out, [*find_same_ratings(examples), *leaked])
+    return train, evaluation, report
 
 
 def _read_sources(

@@ -71,8 +71,32 @@ class GgufPlan:
         return sum(file.byte_count for file in self.files) + len(self.quantized) * self.files[0].byte_count
 
     def write(self, folder: Path, logits: Future[torch.Tensor] | None) -> list[str]:
-        """Writes the files into `folder`, and returns a line on each."""
-        return _write_gguf(folder, self, logits)
+        """Writes the files into `folder`, and returns a line on each. `logits`: of `prompts`; None: unverified.
+
+        Raises `UserError` where what is read back differs, or llama.cpp computes something else.
+        """
+        said = []
+        with progress_bar("writing GGUF", sum(file.byte_count for file in self.files)) as advance:
+            for file, file_type in zip(self.files, self.types, strict=True):
+                written, verdict = write_file(folder, file, advance), "not verified"
+                if logits is not None:
+                    _raise_if_any(file.name, find_differences(folder / file.name, file, written))
+                    if file.name in self.asked:
+                        ran = _compare_with_llama_cpp(folder / file.name, self, logits, BOUNDS[file_type])
+                        verdict = f"verified: every tensor, {ran}"
+                said.append((file.name, f"{disk_size(file.byte_count)}, {verdict}"))
+        for name, file_type in self.quantized:
+            quantize(folder / self.files[0].name, folder / name, file_type)
+            verdict = "not verified"
+            if logits is not None:
+                error = _largest_error(folder / name, self.files[0])
+                ran = _compare_with_llama_cpp(folder / name, self, logits, QUANTIZED_BOUND)
+                verdict = f"verified: every tensor within {error:.2g} of its norm, {ran}"
+            said.append((name, f"{disk_size((folder / name).stat().st_size)}, {verdict}"))
+        for file in self.files:
+            if file.name not in self.asked:
+                (folder / file.name).unlink()
+        return [f"{name}: {text}" for name, text in said if name in self.asked]
 
 
 def plan_gguf(
@@ -143,39 +167,6 @@ def _write_keys(writer: Any, config: Any, vocabulary: GgufVocabulary, title: str
     return write_rope(writer, config, where)
 
 
-def _write_gguf(folder: Path, plan: GgufPlan, logits: Future[torch.Tensor] | None) -> list[str]:
-    """Writes the files of `plan` into `folder`. Returns what is to be said of each.
-
-    Args:
-        logits: The checkpoint's own, of `prompts`; None: nothing is verified.
-
-    Raises `UserError` where what is read back differs, or llama.cpp computes something else.
-    """
-    said = []
-    with progress_bar("writing GGUF", sum(file.byte_count for file in plan.files)) as advance:
-        for file, file_type in zip(plan.files, plan.types, strict=True):
-            written = write_file(folder, file, advance)
-            verdict = ""
-            if logits is not None:
-                _raise_if_any(file.name, find_differences(folder / file.name, file, written))
-                if file.name in plan.asked:
-                    ran = _compare_with_llama_cpp(folder / file.name, plan, logits, BOUNDS[file_type])
-                    verdict = f", verified: every tensor, {ran}"
-            said.append((file.name, f"{disk_size(file.byte_count)}{verdict or ', not verified'}"))
-    for name, file_type in plan.quantized:
-        quantize(folder / plan.files[0].name, folder / name, file_type)
-        verdict = ", not verified"
-        if logits is not None:
-            error = _largest_error(folder / name, plan.files[0])
-            ran = _compare_with_llama_cpp(folder / name, plan, logits, QUANTIZED_BOUND)
-            verdict = f", verified: every tensor within {error:.2g} of its norm, {ran}"
-        said.append((name, f"{disk_size((folder / name).stat().st_size)}{verdict}"))
-    for file in plan.files:
-        if file.name not in plan.asked:
-            (folder / file.name).unlink()
-    return [f"{name}: {text}" for name, text in said if name in plan.asked]
-
-
 def _compare_with_llama_cpp(path: Path, plan: GgufPlan, logits: Future[torch.Tensor], bound: float) -> str:
     if not is_installed("llama_cpp"):
         return f"not run under llama.cpp, which is not installed ({LLAMA_CPP})"
@@ -184,7 +175,8 @@ def _compare_with_llama_cpp(path: Path, plan: GgufPlan, logits: Future[torch.Ten
         texts.append((plan.tokenizer.apply_chat_template(CONVERSATION, tokenize=False), False))
     logits_found, tokens = run_llama_cpp(path, prompts(plan.vocabulary).tolist(), texts)
     for (text, begins), theirs in zip(texts, tokens, strict=True):
-        _compare_tokens(path.name, plan.tokenizer, text, _encode(plan.tokenizer, text, begins), theirs)
+        ours = plan.tokenizer.encode(text, add_special_tokens=begins, verbose=False)  # no warning of the length
+        _compare_tokens(path.name, plan.tokenizer, text, ours, theirs)
     expected = logits.result()
     difference = float((torch.from_numpy(np.stack(logits_found)) - expected).norm() / expected.norm())
     if not difference <= bound:
@@ -193,11 +185,6 @@ def _compare_with_llama_cpp(path: Path, plan: GgufPlan, logits: Future[torch.Ten
             f"checkpoint's; its type explains at most {bound:g}"
         )
     return f"and under llama.cpp the same tokens, and logits within {difference:.1g}"
-
-
-def _encode(tokenizer: Any, text: str, begins: bool) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=begins, verbose=False)  # no warning of the length
-    return ids
 
 
 def _compare_tokens(name: str, tokenizer: Any, text: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
@@ -240,9 +227,9 @@ def _largest_error(path: Path, of: PlannedFile) -> float:
     return worst
 
 
-def _raise_if_any(name: str, problems: list[str]) -> None:
+def _raise_if_any(name: str, problems: list[str], what: str = "what the model needs") -> None:
     if problems:
-        raise UserError.of([f"{name}: not exported: the file does not hold what the model needs", *problems[:10]])
+        raise UserError.of([f"{name}: not exported: the file does not hold {what}", *problems[:10]])
 
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -265,10 +252,8 @@ class AdapterPlan:
         with progress_bar("writing GGUF", self.byte_count) as advance:
             for file in self.files:
                 written = write_file(folder, file, advance)
-                if self.verify and (problems := find_differences(folder / file.name, file, written)):
-                    raise UserError.of(
-                        [f"{file.name}: not exported: the file does not hold the adapter", *problems[:10]]
-                    )
+                if self.verify:
+                    _raise_if_any(file.name, find_differences(folder / file.name, file, written), "the adapter")
                 verdict = "verified: every tensor" if self.verify else "not verified"
                 said.append(f"{file.name}: an adapter of {disk_size(file.byte_count)}, {verdict}")
         return said
