@@ -28,8 +28,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", 
 
 from finetune.config.reader import read_recipe
 from finetune.constants import count_cores
-from finetune.data.prepare import prepare_data
-from finetune.data.token_cache import open_cached_store
+from finetune.data.prepare import open_cached_store, prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from tests.data.world import Rank
 

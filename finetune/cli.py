@@ -29,6 +29,8 @@ COMMANDS = {
     "report": "finetune.report.cli:report_command",
     "checkpoints": "finetune.checkpoint.cli:checkpoints_command",
     "convert": "finetune.convert.conversion:convert_command",
+    "checkpoints": "finetune.checkpoint.retention:checkpoints_command",
+    "convert": "finetune.convert:convert_command",
 }
 TAKES_A_RECIPE = ("launch", "plan", "inspect")
 

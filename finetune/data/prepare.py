@@ -32,9 +32,24 @@ from finetune.data.data_report import (
 from finetune.data.examples import Examples, Prompt, cut_prompts, hold_out, mix_sources
 from finetune.data.findings import refuse_fatal
 from finetune.data.packing import BatchConfig, make_generator
-from finetune.data.sources import RowBatch, describe_source, fingerprint_samples, interleave_sources
-from finetune.data.token_cache import cache_folder, hash_inputs, open_cached_store, open_or_write_store
-from finetune.data.token_store import Tokens, TokenStore, keep_in_memory
+from finetune.data.sources import (
+    RowBatch,
+    describe_source,
+    draw_rows,
+    fingerprint_samples,
+    hash_content,
+    interleave_sources,
+)
+from finetune.data.token_store import (
+    Tokens,
+    TokenStore,
+    cache_folder,
+    cache_key,
+    hash_inputs,
+    keep_in_memory,
+    open_or_write_store,
+    write_store,
+)
 from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.data.tokenizer import PLAIN
 from finetune.distributed.collective import DataParallelRank
@@ -139,9 +154,12 @@ class StreamedBatches:
     def open_block_store(self, number: int, canceled: Event | None = None) -> TokenStore:
         """The tokens of a block."""
         folder = self.folder / f"block-{number:06}"
-        return open_or_write_store(
-            folder, self.world.local_rank, lambda stats: self._tokenize_block(number, stats), canceled
-        )
+
+        def write(staging: Path) -> None:
+            stats = SourceStats()
+            write_store(staging, self._tokenize_block(number, stats), stats.as_json)
+
+        return open_or_write_store(folder, self.world.local_rank, write, canceled)
 
     def remove_blocks(self) -> None:
         """Removes this launch's blocks; their notes stay."""
@@ -371,6 +389,29 @@ def _read_sources(
     ]
     parts = [examples for examples, _ in selected]
     return mix_sources(parts, sources, seed) if parts else None, tuple(report for _, report in selected)
+
+
+def open_cached_store(
+    source: DatasetSource, data: Data, tokenizer: Any, local_rank: int, seed: int = 0, kind: RowKind = "answers"
+) -> TokenStore:
+    """The source as tokens, from the cache. If missing or damaged, local rank 0 writes it and the others wait.
+
+    Raises `UserError` on every rank where the data cannot be read.
+    """
+    content = hash_content(source)
+    folder = cache_folder(data) / cache_key(source, content, data, tokenizer, seed, kind)
+
+    def write(staging: Path) -> None:
+        stats = SourceStats(content=list(content.values()))
+        batches, stats.rows_in_source = draw_rows(source, seed)
+        rows = ((source, batch) for batch in batches)
+        write_store(staging, tokenize_rows(rows, data, tokenizer, stats, kind), stats.as_json)
+        if stats.rows_read == 0:
+            raise UserError(f"{source.origin}: it has no rows")
+        if stats.rows_read == stats.rows_skipped:
+            raise UserError(f"{source.origin}: every row was skipped; the first: {stats.skipped[0]}")
+
+    return open_or_write_store(folder, local_rank, write)
 
 
 def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world: DataParallelRank) -> StoredBatches:

@@ -1,21 +1,31 @@
-"""Tokenized documents in a folder, written once and read memory-mapped."""
+"""Tokenized documents in a folder: written once on each node, published by one rename, read memory-mapped."""
 
 import json
 import os
+import socket
+import sys
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from hashlib import file_digest
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b, file_digest
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
+import psutil
 import xxhash
 from numpy.typing import NDArray
 
+from finetune.config.methods import RowKind
+from finetune.config.schema import Data, DatasetSource
 from finetune.data.images import IN_FILE, EncodedImage, load_stored
 from finetune.data.messages import BadRow
+from finetune.data.tokenizer import PLAIN, asks_for_date
 from finetune.errors import UserError
-from finetune.files.durable import write_file
+from finetune.files.durable import remove_tree, replace_file, stage_and_rename, write_file
+from finetune.files.hub import find_cache
 from finetune.units import name_place
 
 FACTS = "facts.json"
@@ -202,3 +212,127 @@ def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]
     if (size, checksum) != (written["bytes"], written["xxh3"]):
         raise DamagedStore(f"{path}: damaged: it is not what was written ({size:,} of {written['bytes']:,} bytes)")
     return np.memmap(path, dtype=kind, mode="r") if size else np.zeros(0, kind)
+
+
+VERSION = 17  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+POLL_SECONDS = 0.1
+
+
+def cache_folder(data: Data) -> Path:
+    """The folder of tokenized sources."""
+    if data.dataset_cache_dir is not None:
+        return Path(data.dataset_cache_dir).expanduser()
+    return find_cache("tokens")
+
+
+def cache_key(
+    source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any, seed: int = 0, kind: RowKind = "answers"
+) -> str:
+    """A name for everything that makes the tokens: rows, tokenizer, template, options, and the seed that draws."""
+    described = {key: value for key, value in asdict(source).items() if key not in ("weight", "max_samples")}
+    if source.max_samples is not None:
+        described |= {"max_samples": source.max_samples, "seed": seed}
+    return hash_inputs(data, tokenizer, kind, described, list(content.items()))
+
+
+def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
+    """A name for the tokens of what is read of `rows` (whatever describes them) under the tokenizer and the options."""
+    options: dict[str, Any] = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
+    options |= {"turns": data.turns, "train_on_reasoning": data.train_on_reasoning}
+    options["response_template"] = getattr(tokenizer, "response_template", None)  # findings are stored too
+    if data.chat_template_date is not None and asks_for_date(tokenizer):
+        options["date"] = data.chat_template_date
+    template = tokenizer.chat_template or PLAIN
+    options |= {} if kind == "answers" else {"kind": kind}
+    described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
+    digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
+    digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    if (images := getattr(tokenizer, "images", None)) is not None:
+        digest.update(json.dumps(images.describe(), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def open_or_write_store(
+    folder: Path, local_rank: int, write: Callable[[Path], None], canceled: Event | None = None
+) -> TokenStore:
+    """The store in `folder`. If missing or damaged, local rank 0 writes it and others wait, unless `canceled`.
+
+    `write`: writes a store into an empty folder. No collective takes part: ranks that wait look at the file system, so
+    that no timeout of a process group can end them. Raises `UserError` on every rank where it cannot be written.
+    """
+    if local_rank == 0:
+        if folder.exists():
+            try:
+                return open_store(folder)
+            except DamagedStore as damage:
+                print(f"{damage}; the rows are tokenized again", file=sys.stderr, flush=True)
+                _discard(folder)
+        publish_store(folder, write)
+        return open_store(folder)
+    while True:
+        wait_for_store(folder, canceled)
+        try:
+            return open_store(folder)
+        except DamagedStore:  # local rank 0 finds the same and replaces it
+            time.sleep(POLL_SECONDS)
+
+
+def publish_store(folder: Path, write: Callable[[Path], None]) -> None:
+    """Has `write` make a store, which appears as `folder` once all of it is on disk.
+
+    What fails is a `UserError` here and, through a note beside the folder, on the ranks that wait for it.
+    """
+    failure = _failure_file(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        failure.unlink(missing_ok=True)
+        _sweep(folder.parent)
+        with stage_and_rename(folder, _staging_folder(folder)) as staging:
+            write(staging)
+    except (OSError, UserError) as error:
+        problem = str(error)
+        if isinstance(error, OSError):
+            problem = f"{folder.parent}: cannot write the tokens: {error.strerror or error}; set dataset_cache_dir"
+        with suppress(OSError):  # where not even this can be written, the launcher ends the ranks that wait
+            replace_file(failure, problem)
+        raise UserError(problem) from None
+
+
+def wait_for_store(folder: Path, canceled: Event | None = None) -> None:
+    """Waits until local rank 0 of this node has written the folder or noted its failure, or `canceled` is set."""
+    failure, started = _failure_file(folder), psutil.Process().create_time()
+    while not folder.exists():
+        if failure.exists() and failure.stat().st_mtime >= started:
+            raise UserError(failure.read_text())
+        if canceled is not None and canceled.is_set():
+            raise UserError(f"{folder}: the wait for it was canceled")
+        time.sleep(POLL_SECONDS)
+
+
+def _discard(folder: Path) -> None:
+    """Removes a damaged store. A process that still reads it keeps its files, being memory-mapped."""
+    damaged = _staging_folder(folder)
+    try:
+        folder.rename(damaged)
+    except FileNotFoundError:  # another node has discarded it, on a file system that both see
+        return
+    except OSError as error:
+        raise UserError(f"{folder}: damaged, and cannot be removed: {error.strerror or error}") from None
+    remove_tree(damaged, ignore_errors=True)
+
+
+def _staging_folder(folder: Path) -> Path:
+    """This process's own name for a store that is not published; `_sweep` removes what a killed process leaves."""
+    return folder.parent / f"making-{socket.gethostname()}-{os.getpid()}-{folder.name}"
+
+
+def _failure_file(folder: Path) -> Path:
+    return folder.parent / f"failed-{folder.name}.txt"
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed processes of this machine have left half-written."""
+    for left in folder.glob(f"making-{socket.gethostname()}-*"):
+        process = left.name.removeprefix(f"making-{socket.gethostname()}-").partition("-")[0]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            remove_tree(left, ignore_errors=True)

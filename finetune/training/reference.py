@@ -26,7 +26,7 @@ from finetune.config.module_names import is_adapter
 from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch, StoredBatches
 from finetune.data.prepare import PreparedData
-from finetune.data.token_cache import cache_folder
+from finetune.data.token_store import cache_folder
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.sequence_parallel import sum_over_group

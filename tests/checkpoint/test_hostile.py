@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from finetune.checkpoint import manifest, retention
-from finetune.checkpoint.cli import summarize_checkpoints
 from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import find_start, load_start
+from finetune.checkpoint.retention import summarize_checkpoints
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe

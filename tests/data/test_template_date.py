@@ -9,7 +9,7 @@ import pytest
 
 from finetune.config.reader import write_recipe
 from finetune.config.schema import Data, DatasetSource, Recipe
-from finetune.data.token_cache import cache_key
+from finetune.data.token_store import cache_key
 from finetune.data.tokenizer import apply_template, make_renderer
 from finetune.errors import UserError
 from finetune.training import run_folder

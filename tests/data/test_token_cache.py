@@ -13,8 +13,9 @@ import pytest
 
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Data, DatasetSource
+from finetune.data.prepare import open_cached_store
 from finetune.data.sources import hash_content, hash_file
-from finetune.data.token_cache import cache_key, open_cached_store
+from finetune.data.token_store import cache_key
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.ranks import launch_ranks, start_ranks
@@ -22,8 +23,8 @@ from tests.ranks import launch_ranks, start_ranks
 # Each rank tokenizes or waits, as in a run, and prints what it found; no process group is there to help.
 RANK = """
 import os, sys, time
-from finetune.data import token_cache as cache
-from finetune.data.token_cache import open_cached_store
+from finetune.data import prepare, token_store as cache
+from finetune.data.prepare import open_cached_store
 from finetune.errors import UserError
 from finetune.config.schema import Data, DatasetSource
 from tests.conftest import make_tokenizer
@@ -34,12 +35,12 @@ made = []
 publish = cache.publish_store
 cache.publish_store = lambda *arguments: (made.append(rank), time.sleep(1 if scenario == "slow" else 0), publish(*arguments))
 if scenario == "dies" and rank == 0:
-    read = cache.tokenize_rows
+    read = prepare.tokenize_rows
     def stopped(*arguments):
         yield next(read(*arguments))
         print("half-way", flush=True)
         time.sleep(60)
-    cache.tokenize_rows = stopped
+    prepare.tokenize_rows = stopped
 try:
     store = open_cached_store(DatasetSource(path=path), Data(dataset_cache_dir=folder), make_tokenizer(), rank)
     print("made" if made else "found", len(store.rows), int(store.input_ids.sum()), type(store.input_ids).__name__)

@@ -18,7 +18,7 @@ from typing import Any
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
-from finetune.data import token_cache
+from finetune.data import prepare
 from finetune.run import fine_tune
 from finetune.training import step as training_step
 from tests.forked_ranks import fork_ranks, import_all, kill, reap
@@ -93,7 +93,7 @@ def fail(case: dict[str, Any], rank: int, *, mark: Path) -> None:
 
     training_step.seed_dropout = seed_and_fail
     if case["fault"] == "killed while tokenizing" and rank != FAULTY:  # rank 0, for whose files the other waits
-        token_cache.write_store = die_with_tokens
+        prepare.write_store = die_with_tokens
     fine_tune(read_recipe(case["recipe"], case["overrides"]), read_sharding(case["config"], None, os.environ))
 
 
