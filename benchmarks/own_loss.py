@@ -27,7 +27,7 @@ import finetune  # noqa: E402
 from benchmarks.layouts import peak, reset_peak  # noqa: E402
 from finetune import session as session_module  # noqa: E402
 from finetune.constants import IGNORE_INDEX  # noqa: E402
-from finetune.models.head.cross_entropy import CrossEntropyHead  # noqa: E402
+from finetune.models.cross_entropy import CrossEntropyHead  # noqa: E402
 from finetune.plan.table import align_columns  # noqa: E402
 from finetune.units import MIB  # noqa: E402
 

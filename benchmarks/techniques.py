@@ -33,7 +33,7 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
     from finetune.config.schema import Optimization
     from finetune.models.attention import install_attention
     from finetune.models.checkpointing import compile_layers
-    from finetune.models.head.cross_entropy import install_loss
+    from finetune.models.cross_entropy import install_loss
     from finetune.optim.build import build_optimizer
 
     def make(
@@ -90,7 +90,7 @@ def loss_memory(kind: str, vocabulary: int = 128_256, hidden: int = 512, tokens:
     import torch.nn.functional as F
 
     from benchmarks.layouts import peak, reset_peak
-    from finetune.models.head.cross_entropy import linear_cross_entropy
+    from finetune.models.cross_entropy import linear_cross_entropy
 
     torch.set_num_threads(1)
     states = torch.randn(tokens, hidden, requires_grad=True)
@@ -111,7 +111,7 @@ def checkpointing(rounds: int, tokens: int = 4096) -> None:
 
     from finetune.models.attention import install_attention
     from finetune.models.checkpointing import checkpoint_activations
-    from finetune.models.head.cross_entropy import install_loss
+    from finetune.models.cross_entropy import install_loss
 
     def make(keeps: Any) -> Any:
         sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 512}
@@ -212,8 +212,8 @@ def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
     import torch
 
     from finetune.constants import loss_chunk_tokens
-    from finetune.models.head.chunks import UNCHANGED, ChunkOptions, compute_chunk, compute_fused_chunk
-    from finetune.models.head.cross_entropy import linear_cross_entropy
+    from finetune.models.cross_entropy import linear_cross_entropy
+    from finetune.models.loss_chunks import UNCHANGED, ChunkOptions, compute_chunk, compute_fused_chunk
 
     torch.set_num_threads(1)
     torch.fx.experimental._config.use_duck_shape = False

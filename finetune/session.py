@@ -39,8 +39,8 @@ from finetune.distributed.world import describe_machine, join, leave, use_determ
 from finetune.errors import UserError
 from finetune.export.export import export_run
 from finetune.export.logits import check_streamed_logits
-from finetune.models.head.log_probabilities import head_log_probabilities
 from finetune.models.load import ModelSize, load_model, trains_tower
+from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
 from finetune.plan.architecture import find_local_facts

@@ -21,7 +21,7 @@ from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, cast_rows
 from finetune.files.durable import replace_file
 from finetune.files.run_json import parse_json, read_bounded
-from finetune.models.head.chunks import LogitTransform
+from finetune.models.loss_chunks import LogitTransform
 from finetune.models.rotary import depends_on_length, install_document_rotary
 
 ROWS_FILE = "comparison_rows.json"  # in the run's folder

@@ -25,8 +25,15 @@ from finetune.files.run_json import (
     read_benchmarks,
     write_benchmarks,
 )
-from finetune.inference.find_model import ModelReference, find_model, locate_base
-from finetune.inference.prompts import check_utf8, make_prompt, read_piped_prompt, read_prompts
+from finetune.inference.inputs import (
+    ModelReference,
+    check_utf8,
+    find_model,
+    locate_base,
+    make_prompt,
+    read_piped_prompt,
+    read_prompts,
+)
 from finetune.plan.table import align_columns
 
 if TYPE_CHECKING:

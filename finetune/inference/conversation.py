@@ -23,7 +23,7 @@ from finetune.data.spans import read_messages
 from finetune.data.tokenizer import add_variables, apply_template, end_of_answer_ids, make_renderer, read_parts
 from finetune.errors import UserError
 from finetune.inference.inference_model import InferenceModel
-from finetune.inference.prompts import ask, check_utf8, system_message, user_message
+from finetune.inference.inputs import ask, check_utf8, system_message, user_message
 from finetune.terminal import print_styled
 
 

@@ -13,8 +13,8 @@ from lm_eval.tasks import TaskManager
 
 from finetune.errors import UserError
 from finetune.files.run_json import BenchmarkResult
-from finetune.inference.find_model import ModelReference
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_model
+from finetune.inference.inputs import ModelReference
 from finetune.models.rotary import depends_on_length
 
 

@@ -29,7 +29,7 @@ from finetune.export.write import plan_weights
 from finetune.files.hub import hub_error
 from finetune.files.run_json import load_json
 from finetune.files.tensors import read_folder, read_header
-from finetune.inference.find_model import ModelReference, trained_formats, trained_quantization
+from finetune.inference.inputs import ModelReference, trained_formats, trained_quantization
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.load import auto_class_of
 from finetune.models.rotary import install_document_rotary

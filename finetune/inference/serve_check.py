@@ -26,9 +26,8 @@ from finetune.data.formats import Conversation
 from finetune.errors import UserError
 from finetune.files.http import send
 from finetune.inference.conversation import encode_prompt, end_ids
-from finetune.inference.find_model import ModelReference, find_model
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_model
-from finetune.inference.prompts import read_prompts
+from finetune.inference.inputs import ModelReference, find_model, read_prompts
 
 START_SECONDS = 600  # vLLM compiles
 ANSWER_SECONDS = 300

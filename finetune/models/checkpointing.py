@@ -16,7 +16,7 @@ from finetune.distributed.language_model import text_modules
 from finetune.distributed.parallelize import decoder_layers
 from finetune.distributed.world import configure_compiler
 from finetune.models.experts import expert_modules
-from finetune.models.head.chunks import compute_fused_chunk
+from finetune.models.loss_chunks import compute_fused_chunk
 
 MIN_OFFLOADED_BYTES = 1 << 10  # smaller tensors stay on the device
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]

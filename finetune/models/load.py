@@ -30,6 +30,7 @@ from finetune.models.checkpointing import (
     use_liger_kernels,
 )
 from finetune.models.cpu_products import multiply_in_fp32
+from finetune.models.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
 from finetune.models.embedding import install_embedding_noise, refuse_frozen_tokens, train_new_tokens
 from finetune.models.expert_parallel import divide_experts
 from finetune.models.experts import (
@@ -40,10 +41,9 @@ from finetune.models.experts import (
     set_experts_implementation,
 )
 from finetune.models.fake_quantize import fake_quantize
-from finetune.models.head.chunks import TokenWeights
-from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
-from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, find_top, head_divergence
+from finetune.models.log_probabilities import DivergenceOptions, TeacherScores
 from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameters, read_adapter, with_adapters
+from finetune.models.loss_chunks import TokenWeights
 from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
 from finetune.models.vision import record_outputs

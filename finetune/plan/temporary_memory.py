@@ -161,7 +161,7 @@ def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
 
 
 def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computation, head_gradient: int) -> int:
-    """Bytes that the backward of per-token log-probabilities holds (models/head/log_probabilities.py): first the hidden
+    """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py): first the hidden
     states' gradient is scaled in fp32; then, where the head is trained, the chunks are computed again for the weight's
     in fp32.
 

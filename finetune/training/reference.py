@@ -33,7 +33,7 @@ from finetune.distributed.sequence_parallel import sum_over_group
 from finetune.distributed.world import World
 from finetune.errors import Preempted, UserError
 from finetune.files.durable import make_folder, replace_file
-from finetune.models.head.log_probabilities import head_log_probabilities
+from finetune.models.log_probabilities import head_log_probabilities
 from finetune.training.watch import SignalListener
 from finetune.units import counted
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 import yaml
 
 from finetune.convert.conversion import convert_file
-from finetune.models.head.chunks import ChunkOptions, LogitTransform, TokenWeights
-from finetune.models.head.cross_entropy import linear_cross_entropy
-from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.models.cross_entropy import linear_cross_entropy
+from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.models.loss_chunks import ChunkOptions, LogitTransform, TokenWeights
 from tests.models.test_loss import problem
 
 pytestmark = pytest.mark.slow

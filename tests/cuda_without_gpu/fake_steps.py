@@ -25,7 +25,7 @@ from finetune.data.batches import StepBatch
 from finetune.distributed.accelerator import make_accelerator, make_sequence_group
 from finetune.distributed.world import World
 from finetune.models import load, quantized_weights
-from finetune.models.head import chunks as head_chunks
+from finetune.models import loss_chunks as head_chunks
 from finetune.models.load import build_on_meta, load_model
 from finetune.optim.build import UpdateInBackward, build_optimizer
 from finetune.pretrained_config import load_config

@@ -28,7 +28,7 @@ from finetune.data.tokenizer import TEMPLATES, make_encoder, make_renderer
 from finetune.errors import UserError
 from finetune.inference.conversation import encode_prompt
 from finetune.inference.inference_model import InferenceModel
-from finetune.inference.prompts import read_prompts
+from finetune.inference.inputs import read_prompts
 from tests.data.conftest import Prepare
 from tests.data.test_chat import tokenizer_with
 from tests.data.test_prepare import write_lines

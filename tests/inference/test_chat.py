@@ -19,8 +19,8 @@ import torch
 import yaml
 
 from finetune.cli import main
-from finetune.inference.find_model import find_model
 from finetune.inference.inference_model import LoadOptions, load_model
+from finetune.inference.inputs import find_model
 from finetune.terminal import printable
 from tests.conftest import QuickstartRun, make_chat
 from tests.inference.conftest import LORA_STEPS
@@ -342,7 +342,7 @@ def test_a_long_answer_does_not_change_the_next_one(tiny_llama: Callable[..., Pa
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[..., Path]) -> None:
     from finetune.inference.conversation import AnswerOptions, answer
-    from finetune.inference.prompts import make_prompt
+    from finetune.inference.inputs import make_prompt
 
     model = load_model(find_model(str(tiny_llama())), LoadOptions(), print)
     pieces: list[str] = []

@@ -15,7 +15,7 @@ from finetune.errors import UserError
 from finetune.export.card import add_evaluation
 from finetune.files.run_json import BenchmarkResult, benchmark_table, merge_results, read_benchmarks, write_benchmarks
 from finetune.inference.cli import keep_results
-from finetune.inference.find_model import ModelReference, find_model
+from finetune.inference.inputs import ModelReference, find_model
 from tests.ranks import ROOT, environment
 
 PROMPTS = ["What is 3 plus 3?", "What is 4 plus 4?", "And 5?", "One more"]

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.models.head.log_probabilities import DivergenceOptions
 from finetune.models.load import ModelSize, Teacher
+from finetune.models.log_probabilities import DivergenceOptions
 from tests.models.families import build, documents, ours, packed, relative_error
 
 MICRO_BATCHES = 2

@@ -15,7 +15,7 @@ from finetune.models import attention_kernels as kernels
 from finetune.models import checkpointing as activation_offload
 from finetune.models.attention import install_attention
 from finetune.models.checkpointing import ActivationOffload, CudaCopies, _Kept, checkpoint_activations, compile_layers
-from finetune.models.head.cross_entropy import install_loss
+from finetune.models.cross_entropy import install_loss
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX
-from finetune.models.head.chunks import ChunkOptions, LogitTransform, TokenWeights
-from finetune.models.head.cross_entropy import linear_cross_entropy
-from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.models.cross_entropy import linear_cross_entropy
+from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.models.loss_chunks import ChunkOptions, LogitTransform, TokenWeights
 from tests.models.families import relative_error
 from tests.plan.traced import LargestTensor
 

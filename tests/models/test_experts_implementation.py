@@ -19,6 +19,7 @@ from finetune.distributed.parallelize import local_part
 from finetune.models import attention_kernels as kernels
 from finetune.models.attention import install_attention
 from finetune.models.checkpointing import checkpoint_activations, compile_layers
+from finetune.models.cross_entropy import install_loss
 from finetune.models.expert_parallel import DividedExperts, divide_layer
 from finetune.models.experts import (
     choose_experts_implementation,
@@ -28,7 +29,6 @@ from finetune.models.experts import (
     keep_factors,
     register_grouped,
 )
-from finetune.models.head.cross_entropy import install_loss
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
 from finetune.training.reference import adapters_off

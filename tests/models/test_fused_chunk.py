@@ -13,9 +13,9 @@ from torch import Tensor
 from finetune.config.facts import has_compiler
 from finetune.constants import IGNORE_INDEX
 from finetune.distributed.world import _keep_compiled
-from finetune.models.head.chunks import ChunkFunction, ChunkOptions, LogitTransform, compute_chunk, compute_fused_chunk
-from finetune.models.head.cross_entropy import linear_cross_entropy
-from finetune.models.head.log_probabilities import linear_log_probabilities
+from finetune.models.cross_entropy import linear_cross_entropy
+from finetune.models.log_probabilities import linear_log_probabilities
+from finetune.models.loss_chunks import ChunkFunction, ChunkOptions, LogitTransform, compute_chunk, compute_fused_chunk
 from finetune.plan.activations import Computation
 from finetune.plan.temporary_memory import loss_chunk_bytes
 from finetune.training.throughput import Compilation

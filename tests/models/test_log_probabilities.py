@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from finetune.constants import IGNORE_INDEX
-from finetune.models.head.chunks import ChunkOptions, LogitTransform
-from finetune.models.head.log_probabilities import linear_log_probabilities
+from finetune.models.log_probabilities import linear_log_probabilities
+from finetune.models.loss_chunks import ChunkOptions, LogitTransform
 from tests.models.families import relative_error
 
 EXACT = 1e-6  # of the largest value

@@ -14,9 +14,9 @@ from finetune.config.schema import Lora
 from finetune.distributed.parallelize import local_part
 from finetune.models.attention import install_attention
 from finetune.models.checkpointing import checkpoint_activations
+from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.expert_parallel import divide_layer
 from finetune.models.experts import GROUPED, expert_modules, keep_factors, register_grouped, set_experts_implementation
-from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.plan.activations import Computation, kept_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture

@@ -20,7 +20,7 @@ from finetune.config.schema import Lora, PipelineSchedule
 from finetune.distributed.parallelize import decoder_layers
 from finetune.distributed.pipeline import find_pipeline, keep_own_layers
 from finetune.models.attention import install_attention
-from finetune.models.head.cross_entropy import install_loss
+from finetune.models.cross_entropy import install_loss
 from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.communication import Links, count_communication

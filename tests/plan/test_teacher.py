@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.config.schema import Method, Quantization
-from finetune.models.head.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.plan.architecture import read_architecture
 from finetune.plan.resources import estimate_speed
 from finetune.plan.run_spec import RunSpec, TeacherSpec

@@ -18,8 +18,8 @@ from finetune.config.methods import Method
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch, make_filler
 from finetune.distributed.world import World
-from finetune.models.head.chunks import LogitTransform
-from finetune.models.head.cross_entropy import CrossEntropyHead
+from finetune.models.cross_entropy import CrossEntropyHead
+from finetune.models.loss_chunks import LogitTransform
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.sft import Measured
 from finetune.training.reference import _compute, _read, _write

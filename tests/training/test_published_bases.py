@@ -17,9 +17,9 @@ from finetune.distributed.world import join, leave
 from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.files.tensors import read, read_folder, read_slice
-from finetune.inference.find_model import find_model
 from finetune.inference.inference_model import LoadOptions
 from finetune.inference.inference_model import load_model as load_for_chat
+from finetune.inference.inputs import find_model
 from finetune.models.load import load_model
 from finetune.models.quantized_weights import dequantize_published
 from tests.conftest import make_chat, make_model

@@ -18,8 +18,8 @@ from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.models.head.log_probabilities import head_log_probabilities
 from finetune.models.load import Teacher
+from finetune.models.log_probabilities import head_log_probabilities
 from finetune.rollout.collect import Rollouts, Sampler
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Engine, Rollout

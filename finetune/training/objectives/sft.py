@@ -110,7 +110,7 @@ class TokenCrossEntropy(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The summed loss of `models/head/cross_entropy.py`."""
+        """The summed loss of `models/cross_entropy.py`."""
         return Measured(model(**inputs))
 
 

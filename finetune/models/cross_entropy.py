@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from finetune.constants import IGNORE_INDEX
 from finetune.distributed.language_model import trunk_of
 from finetune.errors import UserError
-from finetune.models.head.chunks import (
+from finetune.models.loss_chunks import (
     PLAIN,
     ChunkFunction,
     ChunkOptions,

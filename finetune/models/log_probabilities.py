@@ -1,7 +1,7 @@
 """Log-probabilities of labels and divergences from a teacher, token by token, of a linear head in chunks.
 
 The gradient to a token's hidden state is that of its log-probability times one number, which the backward brings: it is
-prepared in the forward, as by `models/head/cross_entropy.py`. The weight's is a sum over tokens with those numbers;
+prepared in the forward, as by `models/cross_entropy.py`. The weight's is a sum over tokens with those numbers;
 where the head is trained, the backward computes the chunks a second time for it.
 """
 
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX, divergence_chunk_tokens
-from finetune.models.head.chunks import (
+from finetune.models.cross_entropy import CrossEntropyHead
+from finetune.models.loss_chunks import (
     PLAIN,
     UNCHANGED,
     ChunkOptions,
@@ -34,7 +35,6 @@ from finetune.models.head.chunks import (
     scatter_rows,
     widen,
 )
-from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction
 
 
 def head_log_probabilities(

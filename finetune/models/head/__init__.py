@@ -1,1 +1,0 @@
-"""The output head in chunks of tokens: cross entropy, log-probabilities and divergences without whole logits."""
