@@ -27,10 +27,8 @@ COMMANDS = {
     "evaluate": "finetune.inference.cli:evaluate_command",
     "serve-check": "finetune.inference.serve_check:serve_check_command",
     "report": "finetune.report.cli:report_command",
-    "checkpoints": "finetune.checkpoint.cli:checkpoints_command",
     "convert": "finetune.convert.conversion:convert_command",
     "checkpoints": "finetune.checkpoint.retention:checkpoints_command",
-    "convert": "finetune.convert:convert_command",
 }
 TAKES_A_RECIPE = ("launch", "plan", "inspect")
 
