@@ -88,11 +88,12 @@ class _Layer:
 
     def __init__(self, below: "_Layer | None", copies: CudaCopies) -> None:
         self._below, self._copies = None if below is None else ref(below), copies
-        # What stands in for a tensor has to end with the graph that needs it, not when cycles are collected.
+        # Weakly, as below: what is saved has to be freed with the graph that needs it, not when cycles are collected.
         self._kept: list[ref[_Kept]] = []
 
     def keep(self, tensor: Tensor, storage: int | None = None) -> "_Kept | Tensor":
-        """What stands in for `tensor`, or the tensor itself where it is not worth a copy, or not in `storage`."""
+        """What autograd saves in place of `tensor`: a copy on the host. A small tensor is saved as it is; so is, if
+        `storage` is given, a tensor that lies elsewhere."""
         if storage not in (None, address(tensor)):
             return tensor
         if not tensor.is_floating_point() or tensor.nbytes < MIN_OFFLOADED_BYTES:

@@ -1,5 +1,10 @@
 """Mixtures of experts: how their experts are computed, and what their routers choose.
 
+`compute_in_groups` is what transformers has by the name grouped_mm, but for two things. Rows are moved by permutations,
+whose gradients are permutations too: indexing would add gradients up by atomic operations, which are slow and never
+twice the same. And an adapter of a weight W [in, out] stays in its factors (Hu et al. 2021, eq. 3): x W + s (x A) B.
+peft adds their product to the weight, whose gradient, of the size of all experts, is then multiplied with each factor.
+
 `Routing` counts the tokens that each expert receives, and computes the auxiliary loss that keeps routers balanced
 (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6, as transformers has it: over all layers together):
 
@@ -133,12 +138,6 @@ def compute_in_groups(
     factors: Factors | None = None,
 ) -> Tensor:
     """What `module`, a layer of experts, computes: rows sorted by expert, and one product for all experts of the layer.
-
-    transformers has the same by the name grouped_mm. Two things are different here. Rows are moved by permutations,
-    whose gradients are permutations too: indexing would add gradients up by atomic operations, which are slow and never
-    twice the same. And an adapter of a weight W [in, out] stays in its factors (Hu et al. 2021, eq. 3):
-    x W + s (x A) B. peft adds their product to the weight, whose gradient, of the size of all experts, is then
-    multiplied with each factor.
 
     Args:
         module: How the experts are made: with a gate or not, with biases or not.

@@ -249,7 +249,8 @@ def update_temporaries(spec: RunSpec) -> int:
 
 
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
-    """The updates of head, layer and embedding on the fullest rank; a tied head goes with the embedding."""
+    """What an update in the backward holds on the fullest rank: when it updates the head, a layer, and the embedding. A
+    tied head is updated with the embedding."""
     layers, embedding, tail = (_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
     if spec.part.tied:
         embedding, tail = [*embedding, *tail], []
