@@ -1,13 +1,13 @@
 """The tensors of the result as values: as stored, or with an adapter merged onto its base, dequantized or not."""
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from finetune.config.module_names import find_problem, find_value
 from finetune.config.pretrained_adapter import why_unsupported
 from finetune.errors import UserError
 from finetune.export.publish import ExportOptions, MergeOnto
@@ -104,20 +104,11 @@ def merged_value(update: WeightUpdate, base: Value) -> Value:
 
 def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:
     """(scale, rank) of one adapted module, its entries in rank_pattern and alpha_pattern included."""
-    rank = _match_pattern(config.get("rank_pattern"), module, config["r"], where)
-    alpha = _match_pattern(config.get("alpha_pattern"), module, config["lora_alpha"], where)
+    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    for problem in filter(None, map(find_problem, (*ranks, *alphas))):
+        raise UserError(f"{where}: {problem}")
+    rank, alpha = find_value(module, ranks, config["r"]), find_value(module, alphas, config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), rank
-
-
-def _match_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any, where: str) -> Any:
-    """peft's rule (peft.utils.other.get_pattern_key): the first pattern that matches the end of the module's name."""
-    for key, value in (pattern or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return value
-        except re.error:
-            raise UserError(f"{where}: {key!r}: a pattern that is no regular expression") from None
-    return default
 
 
 def check_mergeable(adapter: Adapter, updates: Mapping[str, WeightUpdate], target: TargetModel, where: str) -> None:

@@ -20,7 +20,7 @@ from finetune.errors import UserError
 from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.load import build_on_meta
-from finetune.models.weights import Box, boxes_of_files, convert_to_parameters, find_mismatches
+from finetune.models.weights import Box, are_equal, boxes_of_files, convert_to_parameters, find_mismatches
 from finetune.pretrained_config import read_facts
 
 SECTIONS = ("text_config", "vision_config")  # of a vision-language model's config.json
@@ -252,7 +252,11 @@ def match_tensors(
     for tied, source in target.tied.items():
         if tied in named:
             twin = named.pop(tied)
-            _check_equal(tied, twin, named.setdefault(source, twin), where)
+            if not are_equal(twin, first := named.setdefault(source, twin)):
+                raise UserError(
+                    f"{where}: {tied} differs from {first.name}, which the config says it is tied to; set "
+                    "tie_word_embeddings to false in config.json if it was trained on its own"
+                )
     problems = find_mismatches(target.model, named, target.shapes, where)
     if problems:
         raise UserError.of(problems[:20])
@@ -272,15 +276,3 @@ def _find_prefix(named: Mapping[str, StoredTensor], target: TargetModel, where: 
     if len(best) > 1:
         raise UserError(f"{where}: holds the model more than once, under {' and '.join(sorted(best))}; keep one")
     return best[0] if best else ""
-
-
-def _check_equal(tied: str, twin: StoredTensor, source: StoredTensor, where: str) -> None:
-    if twin is source:
-        return
-    same = twin.shape == source.shape and twin.dtype == source.dtype
-    one, other = stored_value(twin, tied, twin.dtype), stored_value(source, tied, source.dtype)
-    if not same or not all(torch.equal(one.rows(*block), other.rows(*block)) for block in row_blocks(one.shape)):
-        raise UserError(
-            f"{where}: {tied} differs from {source.name}, which the config says it is tied to; set "
-            "tie_word_embeddings to false in config.json if it was trained on its own"
-        )

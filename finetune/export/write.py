@@ -118,9 +118,7 @@ class Weights:
     model: tuple[Shard, ...]  # empty where the adapter alone is exported
     adapter: Shard | None
     dtype: torch.dtype  # of the model
-    stored: Mapping[
-        str, StoredTensor
-    ]  # by the target's names: the checkpoint's tensors, or the base's under an adapter
+    stored: Mapping[str, StoredTensor]  # by the target's names: the checkpoint's, or the base's under an adapter
     merge: MergeChoice | None = None  # of an adapter that was trained on a quantized base
     is_merged: bool = False  # whether an adapter is in the model's values
 

@@ -325,7 +325,7 @@ def untie_as_stored(model: Any, stored: Mapping[str, StoredTensor]) -> None:
     """Unties weights of `model`, on meta, that the files hold apart with other values, as transformers does whatever
     config.json says: that of Mistral Small 3 leaves it out, and the default is tied."""
     for second, first in tied_names(model).items():
-        if second in stored and first in stored and not _are_equal(stored[second], stored[first]):
+        if second in stored and first in stored and not are_equal(stored[second], stored[first]):
             parent, _, leaf = second.rpartition(".")
             setattr(model.get_submodule(parent), leaf, nn.Parameter(torch.empty_like(model.get_parameter(first))))
             model.all_tied_weights_keys.pop(second, None)
@@ -333,9 +333,10 @@ def untie_as_stored(model: Any, stored: Mapping[str, StoredTensor]) -> None:
                 config.tie_word_embeddings = False
 
 
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
+def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors on disk are the same."""
+    if one is other or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return one is other
     rows = [(slice(start, start + COMPARED_ROWS),) for start in range(0, one.shape[0], COMPARED_ROWS)]
     return all(torch.equal(read_slice(one, part), read_slice(other, part)) for part in rows)
 

@@ -1,7 +1,8 @@
 """A tokenizer as llama.cpp reads it: the vocabulary, how a text is cut before it is merged, and the special tokens."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,8 @@ def describe_tokenizer(tokenizer: Any, rows: int, folder: Path, pre_tokenizer: s
         raise UserError(f"{folder}: a BPE that is neither byte-level nor SentencePiece's; export safetensors")
     doubts = _find_doubts(model["vocab"], set(pairs))
     adds_space = tokenizer.tokenize("a")[0].startswith(SPACE)
-    if (
-        doubts and common["adds_bos"] and not adds_space
-    ):  # Gemma's kind, whose merges newer versions of llama.cpp follow
+    # Gemma's kind, whose merges newer versions of llama.cpp follow.
+    if doubts and common["adds_bos"] and not adds_space:
         return GgufVocabulary("gemma4", "gemma4", merges=[" ".join(pair) for pair in pairs], **common)
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):
@@ -144,12 +144,7 @@ def _is_byte(token: str) -> bool:
     >>> _is_byte("<0x0A>"), _is_byte("<0xZZ>")
     (True, False)
     """
-    return (
-        len(token) == 6
-        and token.startswith("<0x")
-        and token.endswith(">")
-        and set(token[3:5]) <= set("0123456789ABCDEF")
-    )
+    return re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
 
 
 def _find_special(tokenizer: Any, folder: Path) -> dict[str, int]:
@@ -231,16 +226,8 @@ def write_tokenizer(writer: Any, vocabulary: GgufVocabulary) -> None:
         writer.add_token_merges(vocabulary.merges)
     if vocabulary.adds_space is not None:
         writer.add_add_space_prefix(vocabulary.adds_space)
-    adders: dict[str, Callable[[int], None]] = {
-        "bos": writer.add_bos_token_id,
-        "eos": writer.add_eos_token_id,
-        "eot": writer.add_eot_token_id,
-        "eom": writer.add_eom_token_id,
-        "unk": writer.add_unk_token_id,
-        "pad": writer.add_pad_token_id,
-    }
-    for name, number in vocabulary.special.items():
-        adders[name](number)
+    for name, number in vocabulary.special.items():  # bos, eos, eot, eom, unk, pad
+        getattr(writer, f"add_{name}_token_id")(number)
     writer.add_add_bos_token(vocabulary.adds_bos)
     writer.add_add_eos_token(vocabulary.adds_eos)
     if vocabulary.template:
