@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX, divergence_chunk_tokens
-from finetune.models.cross_entropy import CrossEntropyHead
+from finetune.models.cross_entropy import CrossEntropyHead, HeadFunction
 from finetune.models.loss_chunks import (
     PLAIN,
     UNCHANGED,

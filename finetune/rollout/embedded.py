@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from finetune.constants import PROMPTS_AT_ONCE
 from finetune.distributed.parallelize import keep_gathered, unwrap
 from finetune.distributed.world import World
-from finetune.models.attention.documents import NAME as PACKED
+from finetune.models.attention import NAME as PACKED
 from finetune.pretrained_config import text_config_of
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 

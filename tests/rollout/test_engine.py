@@ -6,10 +6,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from finetune.models.attention.documents import install_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.constants import PROMPTS_AT_ONCE
+from finetune.models.attention import install_attention
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from tests.models.families import FAMILIES, VOCABULARY, build, ours

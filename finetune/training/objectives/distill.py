@@ -23,7 +23,7 @@ from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch, StoredBatches
 from finetune.data.prepare import PreparedData
-from finetune.data.token_cache import cache_folder
+from finetune.data.token_store import cache_folder
 from finetune.data.tokenizer import refuse_other_tokenizer
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import reshard, unwrap
@@ -32,9 +32,9 @@ from finetune.errors import UserError
 from finetune.files.durable import checksum, empty_folder, write_file
 from finetune.files.run_json import read_json_object
 from finetune.files.tensors import read_folder
-from finetune.models.head.cross_entropy import HeadFunction
-from finetune.models.head.log_probabilities import DivergenceOptions, TopScores, head_divergence
+from finetune.models.cross_entropy import HeadFunction
 from finetune.models.load import Teacher
+from finetune.models.log_probabilities import DivergenceOptions, TopScores, head_divergence
 from finetune.pretrained_config import load_config, read_facts
 from finetune.training.objectives.sft import Measured, Objective
 from finetune.training.reference import documents_of, hash_inputs, steps_of
