@@ -1,7 +1,7 @@
 """Compiled layers on CUDA: one graph of a layer and one of the loss, forwards and backwards, without a break.
 
 Dynamo and AOTAutograd are torch's own, on fake tensors. Not covered: what inductor makes of the graphs, since its lowering to
-Triton asks CUDA's driver; and FP8, whose compiled backward stops there at torch's check of a product's layout, for a reason not known.
+Triton asks CUDA's driver.
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 from tests.ranks import run_python
 
 QUICK = ("one process",)
-SLOW = ("checkpointed", "lora", "mixtral", "gemma2")
+SLOW = ("checkpointed", "lora", "mixtral", "gemma2", "fp8")
 
 
 @pytest.fixture(scope="module")
