@@ -135,6 +135,12 @@ RULES: tuple[Rule, ...] = (
         advice="remove one of the two",
     ),
     Rule(
+        name="stored teachers of parts of rows", keys=("distill_top_k", "cp_size"), needs=("layout",),
+        when=lambda c: has_sp(c) and c["distill_top_k"] is not None,
+        message="distill_top_k cannot be combined with cp_size (or sp_size): a rank has a part of a row's tokens, and "
+        "what the teacher has said is stored by whole examples", advice="set cp_size (or sp_size) to 1",
+    ),
+    Rule(
         name="split answers that are compared", keys=("overlength", "method"),
         when=lambda c: c.recipe.method_facts.compares and c["overlength"] == "split",
         message="overlength: split would cut up the answers that method: {method} compares; set truncate, drop or "

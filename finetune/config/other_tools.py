@@ -600,7 +600,7 @@ TRL_ONLINE = (
     *(pair for key in ("delta", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy",
                        "off_policy_mask_threshold", "use_bias_correction_kl")
       for pair in unsupported(f"GRPO with {key}", key)),
-    *ignored("the model in training samples itself, with its own numerics", "use_vllm", "use_transformers_paged",
+    *ignored("the model in training samples itself, unless vllm_server_base_url names a server of vLLM's own", "use_vllm", "use_transformers_paged",
              "use_transformers_continuous_batching", "transformers_continuous_batching_config",
              "cache_implementation", "generation_kwargs", *(
                  f"vllm_{key}" for key in (

@@ -186,6 +186,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     # sampled completions
     (GRPO, Sharding(layout="fsdp1"), 2, None, None, "fsdp_version: 1 cannot be combined with method: grpo: it cannot keep the model gathered"),
     (GRPO, SP, 4, None, None, "cp_size cannot be combined with method: grpo: the ratio of a sequence is not summed over its ranks"),
+    (["method=distill", "teacher_model_name_or_path=T", "distill_top_k=4"], SP, 4, None, None, "distill_top_k cannot be combined with cp_size"),
     (GRPO, EP, 2, None, None, "expert_parallel_size cannot be combined with method: grpo: ranks sample completions of different"),
     (GRPO, replace(FSDP2, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with method: grpo"),
     ([*GRPO, "beta=0.1"], TP, 4, None, None, "method: grpo cannot be combined with tp_size"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from finetune.config.layout import Fp8
@@ -14,8 +15,9 @@ from finetune.config.schema import Lora, Optimization, Quantization, Recipe
 from finetune.constants import ROUND_TOKENS
 from finetune.data.batches import MicroBatch
 from finetune.distributed.world import World
+from finetune.models.head.log_probabilities import DivergenceOptions
 from finetune.models.load import load_teacher
-from finetune.training.objectives.distill import Distillation
+from finetune.training.objectives.distill import Distillation, StoredTeacher
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.sft import SFT, Objective
 from finetune.training.reference import Reference, StoredReference, without_adapters
@@ -63,6 +65,14 @@ def every_optimizer(on_device: bool) -> dict[str, Optimization]:
         if on_device or "CPU offload" not in facts.conflicts
         for on_nonfinite in (("stop", "skip") if on_device and facts.reads_found_inf else ("stop",))
     }
+
+
+def stored_teacher() -> StoredTeacher:
+    """One that has said the same of every token."""
+    pieces = [(np.zeros((sum(LENGTHS), 4), np.int32), np.zeros((sum(LENGTHS), 5), np.float32))]
+    starts = np.cumsum(LENGTHS) - LENGTHS
+    places = np.stack([np.zeros(len(LENGTHS), np.int64), starts, LENGTHS], 1)
+    return StoredTeacher(pieces, places, 64, DivergenceOptions(0.5))
 
 
 def stored_reference() -> StoredReference:
@@ -169,6 +179,11 @@ CASES = (
         make_objective=lambda recipe, world: RatingObjective(recipe.method, stored_reference()),
     ),
     Case(name="distill", **DISTILL),
+    Case(
+        name="distill, asked before",
+        method=Method(method="distill", teacher_model_name_or_path="teacher", distill_top_k=4),
+        make_objective=lambda recipe, world: Distillation(stored_teacher()),
+    ),
     Case(name="distill, lora, sequence", lora=PEFT, sharding=IN_SEQUENCES, **DISTILL),
     *(Case(name=family, family=family) for family in ("gemma2", "mixtral", "gpt_oss")),
     Case(

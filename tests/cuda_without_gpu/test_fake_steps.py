@@ -45,6 +45,7 @@ QUICK = (
     "experts, lora, ddp",
     "dpo",
     "kto",
+    "distill, asked before",
     "distill, lora, sequence",
     "gpt_oss",
     "capped scores, dropout",

@@ -61,11 +61,8 @@ class Distillation(Objective):
         return Measured(loss, {name: torch.stack([total.detach(), trained]) for name, total in means.items()})
 
 
-PARTS = (
-    "examples",
-    "ids",
-    "scores",
-)  # of a piece: [n, 2], an example and its trained tokens; [tokens, k]; [tokens, k + 1]
+# Of a piece: int64[n, 2], examples and how many trained tokens each has; int32[tokens, k]; fp32[tokens, k + 1].
+PARTS = ("examples", "ids", "scores")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ class StoredTeacher:
         scores = np.concatenate([np.zeros((1, k + 1), np.float32), *(each[tokens] for (_, each), tokens in read)])
         has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
         row = torch.where(has_label, has_label.cumsum(0), 0)  # the first stands for positions without a label
-        on_device = (torch.from_numpy(each).to(device) for each in (ids, scores))
+        on_device = (torch.from_numpy(each).to(device, non_blocking=True) for each in (ids, scores))
         tops, values = (each[row] for each in on_device)
         return head_divergence(TopScores(tops.long(), values, self.rows), self.options)
 
