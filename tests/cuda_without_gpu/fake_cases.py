@@ -15,8 +15,8 @@ from finetune.config.schema import Lora, Optimization, Quantization, Recipe
 from finetune.constants import ROUND_TOKENS
 from finetune.data.batches import MicroBatch
 from finetune.distributed.world import World
-from finetune.models.head.log_probabilities import DivergenceOptions
 from finetune.models.load import load_teacher
+from finetune.models.log_probabilities import DivergenceOptions
 from finetune.training.objectives.distill import Distillation, StoredTeacher
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.sft import SFT, Objective
