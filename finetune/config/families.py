@@ -60,6 +60,8 @@ class Recurrence:
     # arguments, they would ignore boundaries, and run over one document after the other.
     arguments: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+    # Whether transformers computes from its cache, for padded prompts, what it computes without one.
+    can_be_sampled: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +194,13 @@ MAMBA_2 = Family(
     ),
     unadaptable=("conv1d", "out_proj"),
 )
+
+
+def _unsampled(family: Family) -> Family:
+    assert family.recurrence is not None
+    return replace(family, recurrence=replace(family.recurrence, can_be_sampled=False))
+
+
 CONVOLUTION = Family(recurrence=Recurrence(modules=("ShortConv",), arguments=("seq_idx",), packages=("causal_conv1d",)))
 DELTA_ATTENTION = Family(recurrence=Recurrence(modules=("DeltaAttention",)))
 
@@ -286,17 +295,18 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("falcon", "mpt", "xglm"), BY_OUR_MASK),
     **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"), BY_OUR_MASK),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), MAMBA_2),
-    **dict.fromkeys(("mamba", "falcon_mamba"), MAMBA),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), MAMBA_2),
+    **dict.fromkeys(("mamba2", "nemotron_h", "zamba2"), _unsampled(MAMBA_2)),
+    **dict.fromkeys(("mamba", "falcon_mamba"), _unsampled(MAMBA)),
     "jamba": replace(MAMBA, unadaptable=("conv1d", "dt_proj")),
     "zamba": replace(MAMBA, unadaptable=("conv1d",)),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), CONVOLUTION),
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), DELTA_ATTENTION),
-    "recurrent_gemma": replace(BY_MASK, recurrence=Recurrence(modules=("RecurrentBlock",))),
-    "minimax": Family(recurrence=Recurrence(modules=("LightningAttention",))),
+    "recurrent_gemma": replace(BY_MASK, recurrence=Recurrence(modules=("RecurrentBlock",), can_be_sampled=False)),
+    "minimax": Family(recurrence=Recurrence(modules=("LightningAttention",), can_be_sampled=False)),
     "zaya": Family(recurrence=Recurrence(modules=("CCAProjection",))),
-    "rwkv": Family(recurrence=Recurrence(modules=("SelfAttention", "FeedForward"))),
-    "xlstm": Family(recurrence=Recurrence(modules=("xLSTMLayer",))),
+    "rwkv": Family(recurrence=Recurrence(modules=("SelfAttention", "FeedForward"), can_be_sampled=False)),
+    "xlstm": Family(recurrence=Recurrence(modules=("xLSTMLayer",), can_be_sampled=False)),
     "llama4_text": Family(unadaptable=("router",)),
     "deepseek_v2": Family(mixture=SHARED_EXPERTS),
     "granitemoe": Family(mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size")),

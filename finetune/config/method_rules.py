@@ -76,6 +76,11 @@ def _refused_by_server(key: str, why: str, is_so: Callable[[Case], object]) -> R
     )
 
 
+def _has_other_states(case: Case) -> bool:
+    recurrence = case.model.family.recurrence
+    return recurrence is not None and not recurrence.can_be_sampled
+
+
 def _itself(is_so: Callable[[Case], bool]) -> Callable[[Case], bool]:
     """A condition: `is_so`, and the model in training samples, not a server."""
     return lambda case: is_so(case) and case["vllm_server_base_url"] is None
@@ -309,6 +314,14 @@ RULES: tuple[Rule, ...] = (
              "set expert_parallel_size: 1, or vllm_server_base_url", when=_itself(has_ep)),
     _refused("mixed_precision: fp8", "one token at a time has too few rows for FP8's products",
              "set mixed_precision: bf16, or vllm_server_base_url", when=_itself(has_fp8)),
+    Rule(
+        name="layers that are sampled otherwise", keys=("method", "model_name_or_path", "vllm_server_base_url"),
+        needs=("model",),
+        when=lambda c: samples(c) and _itself(_has_other_states)(c),
+        message="method: {method} cannot sample {name} here: with a cache, transformers computes other states of "
+        "{model.model_type} than without one",
+        advice="set vllm_server_base_url",
+    ),
     Rule(
         name="a server's address", keys=("vllm_server_base_url",),
         when=lambda c: not (c["vllm_server_base_url"] or "http://").startswith(("http://", "https://")),

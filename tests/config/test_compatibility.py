@@ -190,6 +190,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (GRPO, EP, 2, None, None, "expert_parallel_size cannot be combined with method: grpo: ranks sample completions of different"),
     (GRPO, replace(FSDP2, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with method: grpo"),
     ([*GRPO, "beta=0.1"], TP, 4, None, None, "method: grpo cannot be combined with tp_size"),
+    (GRPO, FSDP2, 2, LLAMA | {"model_type": "mamba2"}, None, "method: grpo cannot sample M here: with a cache, transformers computes other states of mamba2"),
     # rows
     ([], FSDP2, 2, LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "has linear_attention layers, in which packed"),
     ([], FSDP2, 2, LLAMA | {"model_type": "bloom"}, None, "M: bloom computes attention in its own code and cannot be trained on packed "
