@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -107,41 +107,32 @@ class MicroBatch:
         return replace(self, **changed, mismatched=mismatched)
 
 
-class TokenPart(NamedTuple):
-    """Which part of a row's tokens a rank has: that of `rank` among `size`, all alike and one after another."""
-
-    rank: int = 0
-    size: int = 1
-
-
-WHOLE_ROWS = TokenPart()
-
-
 def collate(
     examples: Examples,
     ids: Ids,
     *,
     packing: bool,
     pad_token_id: int,
-    part: TokenPart = WHOLE_ROWS,
+    part: int = 0,
+    parts: int = 1,
     images: ImageProcessor | None = None,
 ) -> MicroBatch:
-    """The examples `ids` as one micro-batch, or this rank's part of its tokens; a filler where there are none."""
+    """The examples `ids` as one micro-batch, or one of several `parts` of its tokens; a filler where there are none."""
     if not examples.is_rated:
-        micro_batch = _collate(examples, ids, packing, pad_token_id, part)
+        micro_batch = _collate(examples, ids, packing, pad_token_id, part, parts)
         return micro_batch if images is None else _add_images(micro_batch, examples, images)
     ratings = torch.from_numpy(examples.take(ids).find_ratings())
-    rated, mismatched = (_collate(examples, ids[first::2], packing, pad_token_id, part) for first in (0, 1))
+    rated, mismatched = (_collate(examples, ids[first::2], packing, pad_token_id, part, parts) for first in (0, 1))
     return replace(rated, desirable=ratings > 0, mismatched=mismatched)
 
 
-def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, part: TokenPart) -> MicroBatch:
+def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, part: int, parts: int) -> MicroBatch:
     if len(ids) == 0:
-        micro_batch = make_filler(packing, part.size)
+        micro_batch = make_filler(packing, parts)
     else:
-        micro_batch = _pack(examples, ids, part.size) if packing else _pad(examples, ids, pad_token_id, part.size)
-    if part.size > 1:
-        micro_batch = _take_part(micro_batch, part)
+        micro_batch = _pack(examples, ids, parts) if packing else _pad(examples, ids, pad_token_id, parts)
+    if parts > 1:
+        micro_batch = _take_part(micro_batch, part, parts)
     if examples.group_size == 1:
         return micro_batch
     return replace(micro_batch, trained_documents=_find_trained_documents(micro_batch))
@@ -158,21 +149,13 @@ def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProces
     return replace(micro_batch, images=inputs, image_counts=tuple(map(examples.count_images, ids)))
 
 
-def _take_part(micro_batch: MicroBatch, part: TokenPart) -> MicroBatch:
-    """A rank's part of the tokens, whose number its ranks divide."""
-    assert micro_batch.token_mask is not None
-    tokens = micro_batch.labels.shape[1] // part.size
-    first = part.rank * tokens
-    mine = slice(first, first + tokens)
-    labels = micro_batch.labels[:, mine].contiguous()
+def _take_part(micro_batch: MicroBatch, part: int, parts: int) -> MicroBatch:
+    """A rank's part of the tokens, whose number `parts` divides."""
+    tokens = micro_batch.labels.shape[1] // parts
+    first, names = part * tokens, ("input_ids", "labels", "position_ids", "token_mask")
+    mine = {name: getattr(micro_batch, name)[:, first : first + tokens].contiguous() for name in names}
     return replace(
-        micro_batch,
-        input_ids=micro_batch.input_ids[:, mine].contiguous(),
-        labels=labels,
-        position_ids=micro_batch.position_ids[:, mine].contiguous(),
-        token_mask=micro_batch.token_mask[:, mine].contiguous(),
-        trained_positions=_find_trained_positions(labels.numpy()),
-        first_token=first,
+        micro_batch, **mine, trained_positions=_find_trained_positions(mine["labels"].numpy()), first_token=first
     )
 
 
@@ -314,19 +297,6 @@ class StoredBatches:
         content = [store.facts["content"] for store in self.examples.stores]
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
-    def fill(self, steps: int = 256) -> float:
-        """How full the rows of the first `steps` steps are: of `row_tokens` if packed, else of their longest one."""
-        tokens = rows = padded = 0
-        for step in range(min(steps, self.steps_per_epoch)):
-            of_step = self.rows_of(step)
-            tokens += int(self.examples.lengths[np.concatenate(of_step)].sum(dtype=np.int64))
-            rows += len(of_step)
-            for rank in range(0 if self.config.packing else self.world.size):
-                for micro_batch in self._micro_batches(of_step, rank):
-                    longest = int(self.examples.lengths[micro_batch].max()) if len(micro_batch) else ROUND_TOKENS
-                    padded += longest * max(len(micro_batch), 1)
-        return tokens / (rows * self.row_tokens if self.config.packing else padded)
-
     def rows_of(self, step: int) -> list[Ids]:
         """The rows of step `step` over all ranks, each the ids of its examples; `iterations` are one step."""
         epoch, within = divmod(step, self.steps_per_epoch // self.iterations)
@@ -338,21 +308,19 @@ class StoredBatches:
         rows = self.rows_of(step)
         ids = np.concatenate(rows)
         lengths = self.examples.lengths[ids].astype(np.int64)
-        part = TokenPart(self.world.sequence_rank, self.world.sequence_size)
+        form = partial(
+            collate,
+            self.examples,
+            packing=self.config.packing,
+            pad_token_id=self.pad_token_id,
+            part=self.world.sequence_rank,
+            parts=self.world.sequence_size,
+            images=self.images,
+        )
         return StepBatch(
             step=step,
             epoch=(step + 1) / self.steps_per_epoch,
-            micro_batches=tuple(
-                collate(
-                    self.examples,
-                    mine,
-                    packing=self.config.packing,
-                    pad_token_id=self.pad_token_id,
-                    part=part,
-                    images=self.images,
-                )
-                for mine in self._micro_batches(rows, self.world.rank)
-            ),
+            micro_batches=tuple(map(form, self.list_micro_batches(rows, self.world.rank))),
             tokens=int(lengths.sum()),
             squared_tokens=int(lengths @ lengths),
             trained_tokens=int(self.examples.trained[ids].sum(dtype=np.int64)),
@@ -360,7 +328,7 @@ class StoredBatches:
             groups=len(ids) // self.examples.group_size,
         )
 
-    def _micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
+    def list_micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
         """The example ids of each micro-batch of a rank; as many on every rank, of which the last may be empty."""
         size = self.per_device_batch_size
         count = ceil(ceil(len(rows) / self.world.size) / size)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.config.schema import Data, DatasetSource
+from finetune.constants import ROUND_TOKENS
 from finetune.data.examples import Cuts, Examples, cut, number_rows
 from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
 from finetune.data.token_store import TokenStore
@@ -256,10 +257,24 @@ def make_report(
         held_out_groups={} if held_out is None else count_groups(held_out),
         length_quantiles={f"{q:.0%}": int(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
         rows=train.rows_per_epoch,
-        fill=train.fill(),
+        fill=measure_fill(train),
         steps_per_epoch=train.steps_per_epoch,
         findings=(*(finding for source in (*sources, *eval_sources) for finding in source.findings), *of_mixture),
     )
+
+
+def measure_fill(train: "StoredBatches", steps: int = 256) -> float:
+    """How full the rows of the first `steps` steps are: of `row_tokens` if packed, else of their longest one."""
+    lengths, tokens, rows, padded = train.examples.lengths, 0, 0, 0
+    for step in range(min(steps, train.steps_per_epoch)):
+        of_step = train.rows_of(step)
+        tokens += int(lengths[np.concatenate(of_step)].sum(dtype=np.int64))
+        rows += len(of_step)
+        for rank in range(0 if train.config.packing else train.world.size):
+            for micro_batch in train.list_micro_batches(of_step, rank):
+                longest = int(lengths[micro_batch].max()) if len(micro_batch) else ROUND_TOKENS
+                padded += longest * max(len(micro_batch), 1)
+    return tokens / (rows * train.row_tokens if train.config.packing else padded)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.batches import MicroBatch, StoredBatches, make_batches
+from finetune.data.data_report import measure_fill
 from finetune.data.packing import BatchConfig
 from tests.data.world import Rank, examples_of
 
@@ -139,8 +140,8 @@ def test_lengths_of_packed_rows_and_of_their_trained_positions_are_round() -> No
 
 def test_rows_of_one_step_are_of_similar_length_where_they_are_padded() -> None:
     lengths = np.random.default_rng(1).integers(1, 65, size=2000).tolist()
-    assert loader(lengths, packing=False, global_batch_size=16, per_device=16).fill() > 0.95
-    assert loader(lengths, packing=True).fill() > 0.99
+    assert measure_fill(loader(lengths, packing=False, global_batch_size=16, per_device=16)) > 0.95
+    assert measure_fill(loader(lengths, packing=True)) > 0.99
 
 
 def test_a_rank_without_a_row_has_a_round_of_tokens_without_a_label() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StoredBatches, make_batches
-from finetune.data.data_report import find_held_out_in_training, select_examples
+from finetune.data.data_report import find_held_out_in_training, measure_fill, select_examples
 from finetune.data.examples import cut, hold_out, mix_sources
 from finetune.data.packing import BatchConfig
 from tests.data.world import Rank, examples_of, store_of
@@ -70,7 +70,7 @@ def test_a_packed_row_holds_two_documents_of_max_length_and_a_padded_one_a_pair(
     for row in rows:
         assert [i + 1 for i in row[::2]] == row[1::2]
         assert sum(batches.examples.lengths[row]) <= 128 and (packing or len(row) == 2)
-    assert 0 < batches.fill() <= 1
+    assert 0 < measure_fill(batches) <= 1
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
-from finetune.data.batches import MicroBatch, TokenPart, collate, make_batches
+from finetune.data.batches import MicroBatch, collate, make_batches
 from finetune.data.packing import BatchConfig
 from tests.data.world import Rank, examples_of
 
@@ -19,9 +19,7 @@ def test_together_they_are_the_whole(parts: int, packing: bool, group_size: int)
     examples = examples_of(LENGTHS, group_size=group_size)
     ids = np.arange(len(LENGTHS))
     whole = collate(examples, ids, packing=packing, pad_token_id=0)
-    split = [
-        collate(examples, ids, packing=packing, pad_token_id=0, part=TokenPart(rank, parts)) for rank in range(parts)
-    ]
+    split = [collate(examples, ids, packing=packing, pad_token_id=0, part=rank, parts=parts) for rank in range(parts)]
     tokens = split[0].labels.shape[1]
     assert all(part.labels.shape == part.input_ids.shape == (len(whole.labels), tokens) for part in split)
     assert tokens % ROUND_TOKENS == 0 or not packing
