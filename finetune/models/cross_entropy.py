@@ -90,17 +90,13 @@ class CrossEntropyHead(nn.Linear):
         if head_function is not None:
             return head_function(self, hidden.flatten(0, -2), labels.flatten(), trained_positions)
         weight, bias, shard = find_local_head(self.weight, self.bias)
-        chunks = ChunkOptions(
-            self.logits,
-            label_smoothing=self.label_smoothing if self.training else 0.0,
-            shard=shard,
-            weigh=self.token_weights if self.training else None,
-            function=self.chunk_function,
-        )
-        states = hidden.flatten(0, -2)
-        return linear_cross_entropy(
-            states, weight, labels.flatten(), chunks, bias=bias, trained_positions=trained_positions
-        )
+        given = hidden.flatten(0, -2), weight, labels.flatten(), self.chunk_options()._replace(shard=shard)
+        return linear_cross_entropy(*given, bias=bias, trained_positions=trained_positions)
+
+    def chunk_options(self) -> ChunkOptions:
+        """How its loss is computed: smoothing and weights of tokens belong to training alone."""
+        smoothing, weigh = (self.label_smoothing, self.token_weights) if self.training else (0.0, None)
+        return ChunkOptions(self.logits, label_smoothing=smoothing, weigh=weigh, function=self.chunk_function)
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         """Where ranks divide the vocabulary between them, those of all of it."""

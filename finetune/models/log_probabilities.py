@@ -24,7 +24,6 @@ from finetune.models.loss_chunks import (
     Gradients,
     HeadLoss,
     LogitTransform,
-    TokenWeights,
     backward_in_chunks,
     compute_in_chunks,
     cross_entropy_gradient,
@@ -187,18 +186,8 @@ def head_divergence(teacher: TeacherScores | TopScores, options: DivergenceOptio
     """A head function of a student: the three sums of `linear_divergence`."""
 
     def diverge(head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
-        return linear_divergence(
-            hidden,
-            head.weight,
-            labels,
-            teacher,
-            options,
-            bias=head.bias,
-            logits=head.logits,
-            trained_positions=positions,
-            label_smoothing=head.label_smoothing if head.training else 0.0,
-            weigh=head.token_weights if head.training else None,
-        )
+        given = hidden, head.weight, labels, teacher, options, head.chunk_options()
+        return linear_divergence(*given, bias=head.bias, trained_positions=positions)
 
     return diverge
 
@@ -209,13 +198,10 @@ def linear_divergence(
     labels: Tensor,
     teacher: TeacherScores | TopScores,
     options: DivergenceOptions,
+    chunks: ChunkOptions = PLAIN,
     *,
     bias: Tensor | None = None,
-    logits: LogitTransform = UNCHANGED,
     trained_positions: Tensor | None = None,
-    chunk_tokens: int | None = None,
-    label_smoothing: float = 0.0,
-    weigh: TokenWeights | None = None,
 ) -> Tensor:
     """The sums over trained tokens of mixed loss, divergence and cross entropy; see `linear_cross_entropy`.
 
@@ -229,7 +215,7 @@ def linear_divergence(
         fp32[3]. The first has gradients to hidden, weight and bias, the others are for the log.
     """
     rows = min(len(weight), teacher.rows)
-    tokens = chunk_tokens or divergence_chunk_tokens(max(len(weight), teacher.rows), hidden.device.type)
+    tokens = chunks.tokens or divergence_chunk_tokens(max(len(weight), teacher.rows), hidden.device.type)
     needs_grad = find_needed_gradients(hidden, weight, bias)
     ids = labels if trained_positions is None else labels[trained_positions]
 
@@ -238,12 +224,10 @@ def linear_divergence(
 
         def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
             of_teacher = partial(teacher.beside, chunk=chunk, temperature=options.temperature)
-            transformed, capped = logits.forward(scores)
-            found, grad = _compute_chunk(
-                transformed, of_teacher, rows, ids[chunk], options, label_smoothing, any(needs_grad), weigh
-            )
+            transformed, capped = chunks.logits.forward(scores)
+            found, grad = _compute_chunk(transformed, of_teacher, rows, ids[chunk], options, chunks, any(needs_grad))
             sums.add_(found)
-            return None if grad is None else logits.backward(grad, capped)
+            return None if grad is None else chunks.logits.backward(grad, capped)
 
         return sums, backward_in_chunks(trained, weight, bias, compute_chunk, tokens, needs_grad)
 
@@ -257,9 +241,8 @@ def _compute_chunk(
     rows: int,
     labels: Tensor,
     options: DivergenceOptions,
-    label_smoothing: float,
+    chunks: ChunkOptions,
     gradient: bool,
-    weigh: TokenWeights | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(the three sums, the gradient of the loss to the student's logits [tokens, vocabulary]) of one chunk.
 
@@ -271,11 +254,11 @@ def _compute_chunk(
     is_plain = temperature == 1.0 and rows == logits.shape[1]
     student = plain if is_plain else _log_softmax(logits[:, :rows], temperature)
     divergence, grad_divergence = measure_divergence(student, of_teacher(student), beta, gradient)
-    cross_entropy = -label_log_probabilities(plain, labels, label_smoothing)
+    cross_entropy = -label_log_probabilities(plain, labels, chunks.label_smoothing)
     by_token = torch.ones_like(cross_entropy)
-    if weigh is not None:
-        of_logits = weigh.of_logits(logits)
-        by_token = weigh.of_probabilities(-cross_entropy) if of_logits is None else of_logits
+    if chunks.weigh is not None:
+        of_logits = chunks.weigh.of_logits(logits)
+        by_token = chunks.weigh.of_probabilities(-cross_entropy) if of_logits is None else of_logits
     found = torch.stack([divergence, cross_entropy * by_token])
     divergence_sum, cross_entropy_sum = torch.where(trained, found, 0.0).sum(1)
     loss = alpha * divergence_sum + (1 - alpha) * cross_entropy_sum
@@ -284,7 +267,7 @@ def _compute_chunk(
         return sums, None
     grad_divergence *= alpha / temperature
     if alpha < 1:
-        grad = cross_entropy_gradient(plain, labels, label_smoothing)
+        grad = cross_entropy_gradient(plain, labels, chunks.label_smoothing)
         grad *= ((1 - alpha) * by_token).unsqueeze(1)
         grad[:, :rows] += grad_divergence
     else:

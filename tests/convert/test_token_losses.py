@@ -74,7 +74,8 @@ def test_asft_is_a_distillation_from_the_model_before_training(theirs: dict[str,
     expected = theirs["_asft_cross_entropy"](F.linear(*sources), labels, reference, asft_alpha=0.05)
     options = DivergenceOptions(recipe["distill_beta"], 1.0, recipe["distill_alpha"])
     teacher = TeacherScores(hidden.detach(), *before, LogitTransform())
-    sums = linear_divergence(hidden, weight, labels, teacher, options, bias=bias, weigh=TokenWeights("dft"))
+    chunks = ChunkOptions(weigh=TokenWeights("dft"))
+    sums = linear_divergence(hidden, weight, labels, teacher, options, chunks, bias=bias)
     found = 1.05 * sums[0] / count
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources))

@@ -64,14 +64,18 @@ def plain(
 
 
 def ours(
-    of: dict[str, Any], options: DivergenceOptions, logits: LogitTransform, teacher: LogitTransform, **keys: Any
+    of: dict[str, Any],
+    options: DivergenceOptions,
+    logits: LogitTransform,
+    teacher: LogitTransform,
+    trained_positions: Tensor | None = None,
+    **keys: Any,
 ) -> Tensor:
     hidden, weight, bias = of["teacher"]
-    positions = keys.get("trained_positions")
-    scores = TeacherScores(hidden if positions is None else hidden[positions], weight, bias, teacher)
-    return linear_divergence(
-        of["hidden"], of["weight"], of["labels"], scores, options, bias=of["bias"], logits=logits, **keys
-    )
+    hidden = hidden if trained_positions is None else hidden[trained_positions]
+    scores, chunks = TeacherScores(hidden, weight, bias, teacher), ChunkOptions(logits, **keys)
+    given = of["hidden"], of["weight"], of["labels"], scores, options, chunks
+    return linear_divergence(*given, bias=of["bias"], trained_positions=trained_positions)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -91,7 +95,7 @@ def test_value_and_gradients_are_those_of_the_formula_with_whole_logits(
         truth = plain(of, options, *transforms, smoothing)
         expected = torch.autograd.grad(truth[0] / 50, sources)
         positions = (of["labels"] != IGNORE_INDEX).nonzero().squeeze(1)
-        for keys in ({"chunk_tokens": 7}, {"trained_positions": positions}, {"trained_positions": positions[:0]}):
+        for keys in ({"tokens": 7}, {"trained_positions": positions}, {"trained_positions": positions[:0]}):
             found = ours(of, options, *transforms, label_smoothing=smoothing, **keys)  # type: ignore[arg-type]
             gradients = torch.autograd.grad(found[0] / 50, sources)
             if keys.get("trained_positions") is not None and not len(keys["trained_positions"]):
@@ -109,13 +113,13 @@ def test_in_fp32_it_stays_within_rounding_and_in_evaluation_it_keeps_no_graph() 
         options = DivergenceOptions(beta, 1.5, 0.7)
         truth = plain(exact, options, LogitTransform(), LogitTransform())
         expected = torch.autograd.grad(truth[0], [exact["hidden"], exact["weight"], exact["bias"]])
-        found = ours(of, options, LogitTransform(), LogitTransform(), chunk_tokens=7)
+        found = ours(of, options, LogitTransform(), LogitTransform(), tokens=7)
         gradients = torch.autograd.grad(found[0], [of["hidden"], of["weight"], of["bias"]])
         assert found.dtype == torch.float32
         assert relative_error(found.double(), truth) < 1e-6
         assert max(relative_error(f.double(), e) for f, e in zip(gradients, expected, strict=True)) < 1e-6
         with torch.no_grad():
-            assert torch.equal(ours(of, options, LogitTransform(), LogitTransform(), chunk_tokens=7), found)
+            assert torch.equal(ours(of, options, LogitTransform(), LogitTransform(), tokens=7), found)
 
 
 @pytest.mark.parametrize("kind", ["dft", "eaft"])
@@ -125,7 +129,7 @@ def test_the_cross_entropy_beside_a_divergence_is_weighted_as_that_of_sft(kind: 
     alone = linear_cross_entropy(*sources[:2], of["labels"], ChunkOptions(transform, weigh=weigh), bias=of["bias"])
     divergence = plain(of, options, transform, transform)[1]
     expected = torch.autograd.grad((0.25 * divergence + 0.75 * alone) / 50, sources)
-    found = ours(of, options, transform, transform, chunk_tokens=7, weigh=weigh)
+    found = ours(of, options, transform, transform, tokens=7, weigh=weigh)
     assert found[2].item() == pytest.approx(alone.item(), rel=1e-12)
     gradients = torch.autograd.grad(found[0] / 50, sources)
     assert max(relative_error(f, e) for f, e in zip(gradients, expected, strict=True)) < 1e-12
@@ -148,7 +152,7 @@ def test_neither_models_logits_are_ever_whole() -> None:
     of = problem(dtype=torch.float32)
     of["labels"] = torch.arange(TOKENS) % VOCABULARY
     with LargestTensor() as made:
-        ours(of, DivergenceOptions(0.5, 2.0, 0.5), LogitTransform(), LogitTransform(), chunk_tokens=8)[0].backward()
+        ours(of, DivergenceOptions(0.5, 2.0, 0.5), LogitTransform(), LogitTransform(), tokens=8)[0].backward()
     assert made.numbers == VOCABULARY * TEACHER_HIDDEN  # the teacher's head; logits would be TOKENS * VOCABULARY
     assert made.numbers < TOKENS * VOCABULARY
 
