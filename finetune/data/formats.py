@@ -344,10 +344,13 @@ def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Documen
     )
     if isinstance(row.get(prompt_column), list) or isinstance(row.get(completion_column), list):
         prompt, completion = columns.take_messages(prompt_column), columns.take_messages(completion_column)
-        # Nothing in the prompt is trained on, its assistant turns included.
-        untrained = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in prompt]
-        return make_conversation(columns, [*untrained, *completion])
+        return make_conversation(columns, [*without_training(prompt), *completion])
     return Completion(columns.take_text(prompt_column), columns.take_text(completion_column, may_be_empty=False))
+
+
+def without_training(turns: list[Any]) -> list[Any]:
+    """The turns of a prompt, none of which is trained on, not the assistant's either."""
+    return [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in turns]
 
 
 def _parse_text(columns: Columns, source: DatasetSource) -> Document:

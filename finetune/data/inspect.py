@@ -23,7 +23,7 @@ from finetune.data.data_report import DataReport, SourceReport, count_examples
 from finetune.data.examples import Example, Examples
 from finetune.data.findings import check_longest_example
 from finetune.data.formats import Conversation, Document
-from finetune.data.messages import BadRow, list_columns
+from finetune.data.messages import BadRow, count_common, list_columns
 from finetune.data.prepare import preview_data
 from finetune.data.render import RenderedText
 from finetune.data.sources import read_rows
@@ -80,12 +80,7 @@ def inspect_command(options: argparse.Namespace) -> int:
             print("\n".join(lines), end="\n\n", file=stream)
         print("\n".join(format_report(report, warnings, color)), file=stream)
     if options.html:
-        write_page(
-            Path(options.html),
-            "What inference asks, and what is trained",
-            turns,
-            make_renderer(tokenizer, True).special_tokens,
-        )
+        write_page(Path(options.html), turns, make_renderer(tokenizer, True).special_tokens)
         print(options.html, file=sys.stderr)
     is_fatal = any(f.is_fatal for f in report.findings) or any(line.startswith("fatal:") for line in warnings)
     return EXIT_USER_ERROR if is_fatal else 0
@@ -325,10 +320,7 @@ def _show_text(document: Document, text: RenderedText, renderer: Renderer) -> It
     for i, (start, end) in sorted(text.turns.items()):
         if i in asked:
             prompt, before = asked[i].prompt, text.text[:start]
-            same = next(
-                (n for n, (a, b) in enumerate(zip(prompt, before, strict=False)) if a != b), min(len(prompt), start)
-            )
-            yield ShownTurn(i + 1, prompt, same, _cut(text, start, end))
+            yield ShownTurn(i + 1, prompt, count_common(prompt, before), _cut(text, start, end))
 
 
 def _cut(text: RenderedText, start: int, end: int) -> Pieces:
@@ -363,7 +355,7 @@ def format_turns(turns: Sequence[ShownTurn], styles: Mapping[str, str]) -> Itera
 
 PAGE = """\
 <!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
+<title>What inference asks, and what is trained</title><style>
 :root {{ color-scheme: light dark; --gray: light-dark(#667, #99a); --line: 1px solid light-dark(#dde, #334) }}
 body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em }}
 h1 {{ font-size: 1.3em }} h2 {{ font-size: 1em; margin: 2em 0 .3em }}
@@ -376,16 +368,15 @@ pre {{ font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-
 @media (max-width: 700px) {{
   .turn {{ grid-template-columns: 1fr }} .turn > div + div {{ border: 0; border-top: var(--line) }}
 }}
-</style><h1>{title}</h1><p>Left: the prompt that inference gives for a turn. Right: the answer after it in training;
+</style><h1>What inference asks, and what is trained</h1>
+<p>Left: the prompt that inference gives for a turn. Right: the answer after it in training;
 <span class="on">trained on</span>, <span class="off">not trained on</span>. <span class="other">Red</span>: not what
 stands before the answer in training. <span class="token">Special tokens</span>.</p>
 {rows}</html>
 """
 
 
-def write_page(
-    path: Path, title: str, rows: Mapping[str, Sequence[ShownTurn]], special_tokens: re.Pattern[str]
-) -> None:
+def write_page(path: Path, rows: Mapping[str, Sequence[ShownTurn]], special_tokens: re.Pattern[str]) -> None:
     """Writes one HTML file that needs nothing but a browser. Raises `UserError` where it cannot be written."""
 
     def mark(text: str, style: str) -> str:
@@ -409,6 +400,6 @@ def write_page(
                 f"<div><h3>and trained to answer</h3><pre>{answer}</pre></div></div>"
             )
     try:
-        replace_file(path, PAGE.format(title=html.escape(title), rows="\n".join(parts)))
+        replace_file(path, PAGE.format(rows="\n".join(parts)))
     except OSError as error:
         raise UserError(f"--html {path}: cannot be written: {error.strerror}") from None

@@ -219,6 +219,12 @@ def _parse_part(part: Any, number: int, images: list[Any]) -> str:
     raise BadRow(f"message {number}: content: only text and image parts are supported, found {describe_value(part)}")
 
 
+def count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differ, min(len(first), len(second)))
+
+
 def _check_order(roles: list[str]) -> None:
     for number, (previous, role) in enumerate(zip([None, *roles], roles, strict=False), 1):
         if role in ("system", "developer") and previous not in (None, "system", "developer"):

@@ -31,8 +31,9 @@ from finetune.data.formats import (
     make_message,
     recognize_format,
     take_question,
+    without_training,
 )
-from finetune.data.messages import BadRow, Message, describe_value, list_columns
+from finetune.data.messages import BadRow, Message, count_common, describe_value, list_columns
 
 CHOSEN, REJECTED = ("chosen", "response_w"), ("rejected", "response_l")
 PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")  # those that are read
@@ -93,7 +94,7 @@ def find_end_of_prompt(chosen: str, rejected: str) -> int:
     >>> find_end_of_prompt("Q: 1+1? A: two is right", "Q: 1+1? A: twelve")
     10
     """
-    end = _count_common(chosen, rejected)
+    end = count_common(chosen, rejected)
     while end > 0 and not (chosen[end - 1].isspace() and chosen[end:].strip() and rejected[end:].strip()):
         end -= 1
     return end - 1 if end > 0 and chosen[end - 1] == " " else end
@@ -125,11 +126,18 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     )
 
 
-def _find_prompt(row: Row, source: DatasetSource, sides: Sequence[str]) -> str | None:
+def _named_prompt(row: Row, source: DatasetSource) -> str | None:
+    """The column of the prompt that the source names. Raises `BadRow` where the row has nothing in it."""
     named = source.prompt_column or source.messages_column
     if named is not None and row.get(named) is None:
         raise BadRow(f"{named}: nothing; its columns are {list_columns(row)}")
-    return named or next((name for name in PROMPTS if row.get(name) is not None and name not in sides), None)
+    return named
+
+
+def _find_prompt(row: Row, source: DatasetSource, sides: Sequence[str]) -> str | None:
+    return _named_prompt(row, source) or next(
+        (name for name in PROMPTS if row.get(name) is not None and name not in sides), None
+    )
 
 
 def _take_prompt(columns: Columns, name: str, source: DatasetSource) -> str | list[Any]:
@@ -156,9 +164,7 @@ def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt
     """The pair of a conversational row: a prompt and answers, or two conversations that begin alike."""
     turns = [make_message("user", prompt)] if isinstance(prompt, str) else list(prompt or [])
     if turns and all(_is_answer(side) for side in sides):
-        # Nothing in the prompt is trained on, its assistant turns included.
-        untrained = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in turns]
-        chosen, rejected = (make_conversation(columns, [*untrained, *side]) for side in sides)
+        chosen, rejected = (make_conversation(columns, [*without_training(turns), *side]) for side in sides)
         return chosen, rejected
     # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such as a system message.
     before = turns if prompt_name == "prompt" and isinstance(prompt, list) else []
@@ -213,16 +219,10 @@ def _is_answer(turns: list[Any]) -> bool:
 
 def _count_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     """The messages that both begin with; where one of them ends there, those before the last answer that both have."""
-    shared = _count_common(chosen, rejected)
+    shared = count_common(chosen, rejected)
     if shared < min(len(chosen), len(rejected)):
         return shared
     return max((i for i in range(shared) if chosen[i]["role"] == "assistant"), default=0)
-
-
-def _count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many items both begin with."""
-    differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(differ, min(len(first), len(second)))
 
 
 def _read_texts(prompt: str | None, chosen: str, rejected: str) -> tuple[Side, Side]:
@@ -392,11 +392,8 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
 
 
 def _name_prompt(row: Row, source: DatasetSource) -> str:
-    named = source.prompt_column or source.messages_column
-    if named is not None and row.get(named) is None:
-        raise BadRow(f"{named}: nothing; its columns are {list_columns(row)}")
     usual = ("prompt", *CONVERSATION_COLUMNS, *QUESTION_COLUMNS[1:])
-    name = named or next((name for name in usual if row.get(name) is not None), None)
+    name = _named_prompt(row, source) or next((name for name in usual if row.get(name) is not None), None)
     if name is None:
         raise BadRow(
             f"no prompt: its columns are {list_columns(row) or 'none'}; name the one that holds the question or the "

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from finetune.data.formats import Conversation
-from finetune.data.messages import BadRow, Message
+from finetune.data.messages import BadRow, Message, count_common
 from finetune.data.tokenizer import Renderer, Span, Tools, apply_marked_template, apply_template
 
 
@@ -246,7 +246,7 @@ def _continue_prompt(prompt: str, text: str, before: list[Message], tools: Tools
         return text
     asks = prompt.removeprefix(apply_template(renderer, before, tools))
     other = apply_template(renderer, [*before, {"role": "assistant", "content": "ANSWER"}], tools)
-    shared = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
+    shared = count_common(text, other)
     at = text.rfind(asks, 0, shared) if asks and asks != prompt else -1
     return text if at < 0 else prompt + text[at + len(asks) :]
 
@@ -280,7 +280,7 @@ def _find_start_of_turn(text: str, prompt: str, before: list[Message], tools: To
         return len(prompt)
     # The prompt may differ from the turn as it is in the text (with <think>, say): the turn starts where they differ.
     bare = apply_template(renderer, before, tools)
-    shared = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(text))
+    shared = count_common(text, prompt)
     if not text.startswith(bare) or shared <= len(bare):
         return None
     starts = [start for start, _ in renderer.backend.encode(text[len(bare) :], add_special_tokens=False).offsets]
