@@ -148,11 +148,11 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
         if _is_base_read(recipe):
             found["base"] = hash_base(base)
     if recipe.lora.adapter_name_or_path is not None:
-        found["adapter"] = hash_base(find_adapter(recipe.lora.adapter_name_or_path))
+        adapter = find_adapter(recipe.lora.adapter_name_or_path)
+        found["adapter"] = hash_base(adapter)
+        _refuse_other_base(adapter, found.get("base"), recipe)
     if teacher is not None and recipe.method_facts.needs_teacher:
         found["teacher"] = _hash([_hash_config(teacher), hash_base(teacher)])
-    if recipe.lora.adapter_name_or_path is not None:
-        _refuse_other_base(find_adapter(recipe.lora.adapter_name_or_path), found.get("base"), recipe)
     return {name: text for name, text in found.items() if text is not None}
 
 

@@ -181,8 +181,13 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
     return {"role": ROLES[role], "content": content, **message}, train is None or bool(train)
 
 
+def role_of(turn: Any) -> Any:
+    """What a turn of a row names as its role, which may be anything; None where it names none."""
+    return turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+
+
 def _normalize_role(turn: Any) -> str:
-    role = turn.get("role", turn.get("from"))
+    role = role_of(turn)
     return role.lower().replace("-", "_") if isinstance(role, str) else ""
 
 

@@ -33,12 +33,13 @@ from finetune.data.formats import (
     take_question,
     without_training,
 )
-from finetune.data.messages import BadRow, Message, count_common, describe_value, list_columns
+from finetune.data.messages import BadRow, Message, count_common, describe_value, list_columns, role_of
 
 CHOSEN, REJECTED = ("chosen", "response_w"), ("rejected", "response_l")
 PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")  # those that are read
 OF_CHAT = ("question", "instruction")  # text in these is a user's turn; in others it is a prompt without a template
 USUAL_PROMPTS = {*CONVERSATION_COLUMNS, *QUESTION_COLUMNS, "user"}
+ASKING = ("system", "developer", "user", "human", "prompter")  # roles that begin no answer
 RATINGS = ("score", "rating", "reward")  # in the name of a column: the higher, the better
 
 
@@ -163,7 +164,7 @@ def _read_turns(value: Any, column: str) -> list[Any]:
 def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt_name: str | None) -> tuple[Side, Side]:
     """The pair of a conversational row: a prompt and answers, or two conversations that begin alike."""
     turns = [make_message("user", prompt)] if isinstance(prompt, str) else list(prompt or [])
-    if turns and all(_is_answer(side) for side in sides):
+    if turns and not any(role_of(side[0]) in ASKING for side in sides):
         chosen, rejected = (make_conversation(columns, [*without_training(turns), *side]) for side in sides)
         return chosen, rejected
     # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such as a system message.
@@ -209,12 +210,6 @@ def _holds_prompt(conversation: Conversation, prompt: str | list[Any] | None) ->
         return True
     asked = [m["content"].strip() for m, on in zip(conversation.messages, conversation.trained, strict=True) if not on]
     return any(text and (text in prompt or prompt.strip() in text) for text in asked)
-
-
-def _is_answer(turns: list[Any]) -> bool:
-    first = turns[0]
-    role = first.get("role", first.get("from")) if isinstance(first, dict) else None
-    return role not in ("system", "developer", "user", "human", "prompter")
 
 
 def _count_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
@@ -378,7 +373,7 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     answer = _find_answer(columns, source)
     if not turns:
         return ParsedRow((Group((Question(row[name], _keep(row, row[name], answer)),)),), "prompt_completion", ())
-    has_answer = isinstance(turns[-1], dict) and turns[-1].get("role", turns[-1].get("from")) in ("assistant", "gpt")
+    has_answer = role_of(turns[-1]) in ("assistant", "gpt")
     conversation = make_conversation(columns, turns if has_answer else [*turns, EMPTY])
     if conversation.images:
         raise BadRow("images: completions are sampled of text alone; remove the images, or these rows")

@@ -144,13 +144,9 @@ def _sampling_options(model: InferenceModel, sampling: AnswerOptions) -> dict[st
     }
     if sampling.temperature == 0:
         return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
-    if sampling.temperature is not None or sampling.top_p is not None:
-        options |= {"do_sample": True}
-    if sampling.temperature is not None:
-        options |= {"temperature": sampling.temperature}
-    if sampling.top_p is not None:
-        options |= {"top_p": sampling.top_p}
-    return options
+    named = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    given = {name: value for name, value in named.items() if value is not None}
+    return options | given | ({"do_sample": True} if given else {})
 
 
 class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
@@ -188,7 +184,7 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
 class _StopWhen(StoppingCriteria):  # type: ignore[misc]
     """Stops the generation once `event` is set."""
 
-    event: Event = field(default_factory=Event)
+    event: Event
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)

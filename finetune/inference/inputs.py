@@ -14,7 +14,7 @@ from finetune.config.yaml_file import find_yaml
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.data.formats import CONVERSATION_COLUMNS, QUESTION_COLUMNS, Columns, Conversation, make_conversation
 from finetune.data.images import read_image
-from finetune.data.messages import IMAGE, BadRow, Message, list_columns
+from finetune.data.messages import IMAGE, BadRow, Message, list_columns, role_of
 from finetune.data.readers import read_file
 from finetune.errors import UserError
 from finetune.files.durable import restore_exports, restore_folder
@@ -22,6 +22,7 @@ from finetune.files.hub import download_file
 from finetune.files.run_json import read_json_object
 
 Kind = Literal["model", "adapter", "checkpoint"]
+KINDS: dict[str, Kind] = {ADAPTER_CONFIG: "adapter", CONFIG_FILE: "model"}
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
 
 
@@ -61,10 +62,9 @@ def find_model(name: str, revision: str | None = None) -> ModelReference:
         raise UserError(f"{name}: no such folder; give a run's folder, a checkpoint, a model's folder, or a hub name")
     if find_checkpoint_of(path) is not None:
         return _describe(path, "checkpoint", _run_of(path))
-    if (path / ADAPTER_CONFIG).is_file():
-        return _describe(path, "adapter", _run_of(path))
-    if (path / CONFIG_FILE).is_file():
-        return _describe(path, "model", _run_of(path))
+    kind = next((kind for file, kind in KINDS.items() if (path / file).is_file()), None)
+    if kind is not None:
+        return _describe(path, kind, _run_of(path))
     if any((path / file).exists() for file in RUN_FILES):
         return _find_model_of_run(path)
     return _describe(path, "checkpoint", None)  # another tool's, which the export reads or refuses
@@ -111,12 +111,12 @@ def _find_model_of_run(run: Path) -> ModelReference:
         for path in run.glob(f"checkpoints/*/{MANIFEST}")
         if (match := NAME.fullmatch(path.parent.name))
     )
-    for folder, file in ((run / ADAPTER, ADAPTER_CONFIG), (run / EXPORT, CONFIG_FILE)):
+    for folder, (file, kind) in zip((run / ADAPTER, run / EXPORT), KINDS.items(), strict=True):
         if (folder / file).is_file():
             written = (folder / file).stat().st_mtime
             newer = [path for _, path in checkpoints[-1:] if (path / MANIFEST).stat().st_mtime > written]
             notices = tuple(f"{path} is newer than {folder}; name it to use it" for path in newer)
-            return _describe(folder, "adapter" if file == ADAPTER_CONFIG else "model", run, notices)
+            return _describe(folder, kind, run, notices)
     if not checkpoints:
         raise UserError(f"{run}: has no export and no checkpoint yet; train on, or name another run")
     newest = checkpoints[-1][1]
@@ -150,6 +150,7 @@ def _read_recipe(run: Path | None) -> dict[str, Any]:
 
 
 PROMPT_COLUMNS = (*QUESTION_COLUMNS, "text")
+ANSWERING = ("assistant", "gpt", "model")
 
 
 def make_prompt(prompt: str, system: str | None, images: Sequence[str] = ()) -> Conversation:
@@ -251,7 +252,9 @@ def _read_row(row: dict[str, Any], system: str | None, folder: Path) -> Conversa
 def _before_answer(row: dict[str, Any], turns: list[Any], system: str | None, folder: Path) -> Conversation:
     """The conversation up to the last turn not said by the assistant. Images' paths are of `folder`."""
     answer = {"role": "assistant", "content": ""}
-    conversation = make_conversation(Columns(row), [*turns, answer] if _is_open(turns) else turns)
+    conversation = make_conversation(
+        Columns(row), turns if turns and role_of(turns[-1]) in ANSWERING else [*turns, answer]
+    )
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -261,10 +264,3 @@ def _before_answer(row: dict[str, Any], turns: list[Any], system: str | None, fo
     asked = sum(message["content"].count(IMAGE) for message in messages) if conversation.images else 0
     images = tuple(read_image(image, folder) for image in conversation.images[:asked])
     return replace(conversation, messages=tuple(messages), trained=(False,) * len(messages), images=images)
-
-
-def _is_open(turns: list[Any]) -> bool:
-    """Whether the last turn is not the assistant's, so that an answer is due."""
-    last = turns[-1] if turns else None
-    role = last.get("role", last.get("from")) if isinstance(last, dict) else None
-    return role not in ("assistant", "gpt", "model")
