@@ -76,7 +76,7 @@ class TokenStore:
     image_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # [images]
 
     def read_row(self, document: int) -> Any:
-        """What rewards read of a prompt's row, which data/questions.py has kept."""
+        """What rewards read of a prompt's row, which data/preferences.py has kept."""
         return json.loads(self.kept_bytes[self.kept_starts[document] : self.kept_starts[document + 1]].tobytes())
 
     def count_images(self, document: int) -> int:
