@@ -67,7 +67,7 @@ def state_bytes(recipe_path: str, world: World) -> dict[str, int]:
     ids = torch.randint(3, 200, (1, 16))
     inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(16)[None]}
     if pipeline := find_pipeline(model):
-        pipeline.run([(1, 16)] * 2, lambda _: model(**inputs))
+        pipeline.run([(1, 16)] * 2, lambda _: model(**inputs), lambda _: model(**inputs))
     else:
         world.accelerator.backward(model(**inputs))
     optimizer.step()
