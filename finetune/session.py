@@ -301,9 +301,8 @@ class Session:
             raise UserError(
                 "forward_backward: optim_in_backward leaves nothing for optim_step; remove it, or use train"
             )
-        has_own_rows = not isinstance(batch, StepBatch)
         found = batch if isinstance(batch, StepBatch) else self.batch(batch)
-        objective = self._objective(loss, has_own_rows=has_own_rows)
+        objective = self._objective(loss, has_own_rows=found.has_own_rows)
         with self.computing(), self._or_no_gradients():
             self.model.train()
             measured = forward_backward(self.model, found, objective, self.recipe, self.world)

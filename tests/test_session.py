@@ -22,6 +22,7 @@ from benchmarks.api_page import PAGE, make_page
 from finetune.constants import loss_chunk_tokens
 from finetune.training.objectives.sft import Measured
 from finetune.training.watch import uninterrupted
+from tests.conftest import make_model
 from tests.ranks import ROOT, launch_ranks, run_command
 from tests.session_on_ranks import ROWS
 from tests.training.layouts import steps_of, write_config
@@ -255,6 +256,20 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(finetune.UserError, match="call optim_step first"):
             session.save()
         assert session.optim_step(learning_rate=1e-3).step == 1
+    pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
+    keys = {"method": "dpo", "model_name_or_path": make_model(tmp_path / "model"), "max_length": 64, "max_steps": 1}
+    keys |= {
+        "output_dir": tmp_path / "dpo",
+        "datasets": [{"path": str(tmp_path / "pairs.jsonl")}],
+        "model_config": None,
+    }
+    keys |= {"dataset_cache_dir": tmp_path / "cache", "tokenizer_name_or_path": None, "eval_datasets": []}
+    with finetune.Session(finetune.load_recipe("quickstart", exact_match_samples=0, **keys), "single") as session:
+        assert session.forward_backward(next(session.batches())).loss == pytest.approx(math.log(2))
+        for own in ([pair], session.batch([pair])):  # whose references are not known
+            with pytest.raises(finetune.UserError, match="dpo is prepared with the recipe's data; give datasets"):
+                session.forward_backward(own)
     keys = {"optim_in_backward": True, "max_grad_norm": None, "output_dir": tmp_path / "in-backward"}
     leaves_nothing = pytest.raises(finetune.UserError, match="optim_in_backward leaves nothing")
     with finetune.Session(finetune.load_recipe("quickstart", **keys), "single") as session, leaves_nothing:

@@ -261,6 +261,7 @@ class StepBatch:
     chosen_tokens: int = 0  # of trained_tokens, those of each group's first document: of the chosen or rated answers
     squared_tokens: int = 0  # of the step over all ranks: the squares of its documents' lengths, which attention costs
     groups: int = 0  # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
+    has_own_rows: bool = False  # that a script has given, so that their numbers are not those of the run's examples
 
 
 @dataclass(frozen=True, slots=True)

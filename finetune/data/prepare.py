@@ -333,7 +333,7 @@ def batch_rows(
     batches = make_batches(examples, config, world, size, tokenizer)
     if batches.images is not None:
         refuse_problems(find_problems(recipe, images=batches.images.family))
-    return replace(next(batches.batches()), step=step, epoch=0.0)
+    return replace(next(batches.batches()), step=step, epoch=0.0, has_own_rows=True)
 
 
 def preview_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> tuple[StoredBatches, DataReport]:
