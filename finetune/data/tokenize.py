@@ -126,16 +126,12 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource], ParsedRow]] = {
 }
 
 
-def _is_masked(document: Document) -> bool:
-    return isinstance(document, Conversation) and not any(document.trained)
-
-
 def _check_pair(group: Group, texts: Sequence[RenderedText]) -> list[str]:
     """Names of the checks for what is wrong with a pair."""
     found = []
-    if any(_is_masked(document) for document in group.documents):
+    if any(isinstance(each, Conversation) and not any(each.trained) for each in group.documents):
         found.append("side_untrained")
-    elif any(is_empty_answer(document) for document in group.documents):
+    elif any(map(is_empty_answer, group.documents)):
         found.append("side_empty")
     if texts[0].text == texts[1].text:
         found.append("sides_equal")

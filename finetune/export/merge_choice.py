@@ -137,11 +137,12 @@ def measure_merges(
     if not source.quantized:
         variants["original"] = plan_values(source, target, stored, dtype, "original")
     variants["dequantized"] = plan_values(source, target, stored, dtype, "dequantized", read_dequantized)
-    found = measure(target.model, [_rows_of(values, target) for values in variants.values()], rows)
+    found = measure(target.model, [rows_of(values, target) for values in variants.values()], rows)
     return dict(zip(variants, found, strict=True))
 
 
-def _rows_of(values: Mapping[str, Value], target: TargetModel) -> Rows:
+def rows_of(values: Mapping[str, Value], target: TargetModel) -> Rows:
+    """The rows of `values`, tied ones too, as they are written."""
     return lambda name, start, stop: cast_rows(values[target.tied.get(name, name)], start, stop)
 
 

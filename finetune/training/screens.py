@@ -45,6 +45,7 @@ from finetune.training.training_run import TrainingRun
 from finetune.units import counted, disk_size, gib
 
 SHOWN_ANSWERS = 5  # held-out questions in the last screen
+SHOWN_CHARACTERS = 60  # of each text there
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -57,6 +58,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     units = ", ".join(
         f"{count} {name}" for name, count in count_wrapped_units(run.model, world).items() if name in layers
     )
+    rows = f"prompts with {recipe.rollout.num_generations} completions each" if recipe.method_facts.samples else "rows"
     steps = run.data.train.steps_per_epoch
     an_epoch = "streamed, no known" if steps is None else f"{steps:,}"
     active = f"{size.active:,} active, " if size.active < size.total else ""
@@ -77,7 +79,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         *describe_flash_kernels(),
         *describe_groups(world),
         *(f"        {line}" for line in (sharding.describe_sequences(world.size), *sharding.translated) if line),
-        f"batch   {run.data.train.config.global_batch_size} {describe_rows(recipe)} of up to {recipe.row_tokens} "
+        f"batch   {run.data.train.config.global_batch_size} {rows} of up to {recipe.row_tokens} "
         f"tokens a step, {an_epoch} steps an epoch, {run.data.train.steps:,} in all",
     ]
     if recipe.optimization.optim_in_backward:
@@ -104,11 +106,6 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         )
     lines += [f"watch   {run.log.watch}"] if run.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
-
-
-def describe_rows(recipe: Recipe) -> str:
-    """What a step is made of."""
-    return f"prompts with {recipe.rollout.num_generations} completions each" if recipe.method_facts.samples else "rows"
 
 
 def describe_flash_kernels() -> list[str]:
@@ -283,9 +280,9 @@ def answers_before_and_after(path: Path, last_step: int) -> list[str]:
     ]
 
 
-def _short(text: str, most: int = 60) -> str:
+def _short(text: str) -> str:
     flat = " ".join(text.split())
-    return flat if len(flat) <= most else f"{flat[: most - 1]}…"
+    return flat if len(flat) <= SHOWN_CHARACTERS else f"{flat[: SHOWN_CHARACTERS - 1]}…"
 
 
 def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:

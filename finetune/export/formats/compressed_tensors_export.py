@@ -23,10 +23,10 @@ from finetune.config.quantization import EXPORTED, SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, insert_section, write_metadata
-from finetune.export.merge_choice import ComparisonRows, MergedScore, measure, read_comparison_rows
+from finetune.export.merge_choice import ComparisonRows, MergedScore, measure, read_comparison_rows, rows_of
 from finetune.export.publish import COMPRESSED, ExportOptions, is_alone, is_installed
 from finetune.export.source import Source
-from finetune.export.target import TargetModel, Value, cast_rows
+from finetune.export.target import TargetModel, Value
 from finetune.export.verify import WrittenFiles, compare_values, read_digests
 from finetune.export.write import Shard, Weights, make_files, write_weights
 from finetune.files.durable import replace_file
@@ -155,7 +155,7 @@ class CompressedPlan:
                 raise UserError(f"{self.source.path}: --max-loss-increase: the run kept no rows to measure on; omit it")
             return "What it costs was not measured: no rows of a run are at hand."
         plain, quantized = measure(
-            model, [self._read_plain, partial(self._read_back, files)], rows, [None, self._round_inputs]
+            model, [rows_of(self.plain, self.target), partial(self._read_back, files)], rows, [None, self._round_inputs]
         )
         if most is not None and not quantized.loss - plain.loss <= most:
             raise UserError(
@@ -163,9 +163,6 @@ class CompressedPlan:
                 f"--max-loss-increase {most:g} allows"
             )
         return describe_cost(plain, quantized, rows)
-
-    def _read_plain(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return cast_rows(self.plain[self.target.tied.get(name, name)], start, stop)
 
     def _read_back(self, files: WrittenFiles, name: str, start: int, stop: int) -> torch.Tensor:
         name = self.target.tied.get(name, name)
