@@ -94,15 +94,10 @@ def clean_output() -> Iterator[None]:
             sys.stdout = before[0]
         if sys.stderr is clean[1]:
             sys.stderr = before[1]
-        _discard_if_broken(before[1])
-
-
-def _discard_if_broken(stream: TextIO) -> None:
-    """Points an unwritable stream at the null device: the interpreter's last flush would fail the process."""
-    try:
-        stream.flush()
-    except OSError:
-        discard(stream)
+        try:
+            before[1].flush()
+        except OSError:  # the interpreter's last flush would fail the process
+            discard(before[1])
 
 
 def discard(stream: TextIO) -> None:

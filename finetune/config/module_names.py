@@ -9,7 +9,7 @@ is read, since importing it would take seconds, and torch.
 import ast
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -173,19 +173,12 @@ def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
             )
 
 
-def refuse_unreached(key: str, patterns: Iterable[str], reached: Sequence[Sequence[str]]) -> None:
-    """Raises `UserError` if one of `patterns` names parameters, but none that text has `reached`."""
-    for pattern in patterns:
-        if not any(is_within(name, [pattern]) for names in reached for name in names):
-            raise UserError(
-                f"{key}: {pattern}: names nothing of the language model, and text trains no other part of a "
-                "vision-language model; leave it out"
-            )
-
-
-def refuse_unmatched(key: str, patterns: Iterable[str], tensors: Iterable[Sequence[str]]) -> None:
-    """Raises `UserError` where one of `patterns` names nothing among the parameters."""
+def refuse_unmatched(
+    key: str, patterns: Iterable[str], tensors: Collection[Sequence[str]], text: tuple[str, ...] = ("",)
+) -> None:
+    """Raises `UserError` where one of `patterns` names no parameter, or none that text reaches (see `find_trained`)."""
     parameters = [name for names in tensors for name in names]
+    reached = [name for names in tensors if names[0].startswith(text) for name in names]
     for pattern in patterns:
         if not any(is_within(name, [pattern]) for name in parameters):
             modules = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
@@ -193,6 +186,11 @@ def refuse_unmatched(key: str, patterns: Iterable[str], tensors: Iterable[Sequen
             more = f" and {len(short) - SHOWN_MODULES} more" if len(short) > SHOWN_MODULES else ""
             raise UserError(
                 f"{key}: {pattern}: names no module of the model; it has {', '.join(short[:SHOWN_MODULES])}{more}"
+            )
+        if not any(is_within(name, [pattern]) for name in reached):
+            raise UserError(
+                f"{key}: {pattern}: names nothing of the language model, and text trains no other part of a "
+                "vision-language model; leave it out"
             )
 
 

@@ -31,7 +31,6 @@ from finetune.config.module_names import (
     refuse_unadapted,
     refuse_unknown_layers,
     refuse_unmatched,
-    refuse_unreached,
 )
 from finetune.config.schema import Lora
 from finetune.constants import ADAPTER_NAME
@@ -187,11 +186,9 @@ def _is_renamed(model: nn.Module, config: Any, target: str) -> bool:
 
 def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[str]]:
     """The parameters that `modules_to_save` names -> all their names; a tied one has several."""
-    names = names_of_parameters(model)
-    refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
-    reached = {parameter: its for parameter, its in names.items() if its[0].startswith(text_names(model))}
-    refuse_unreached("modules_to_save", lora.modules_to_save, list(reached.values()))
-    return {parameter: its for parameter, its in reached.items() if is_saved_whole(its, lora)}
+    names, text = names_of_parameters(model), text_names(model)
+    refuse_unmatched("modules_to_save", lora.modules_to_save, names.values(), text)
+    return {each: its for each, its in names.items() if its[0].startswith(text) and is_saved_whole(its, lora)}
 
 
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:

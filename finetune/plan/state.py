@@ -15,7 +15,6 @@ from finetune.config.module_names import (
     refuse_unadapted,
     refuse_unknown_layers,
     refuse_unmatched,
-    refuse_unreached,
 )
 from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import divide_quantization, quantized_bytes
@@ -85,10 +84,8 @@ def list_state_tensors(
         for unit, ts in units
         for t in ts
     }
-    refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
     text = architecture.text_names
-    reached = [its for its in names.values() if its[0].startswith(text)]
-    refuse_unreached("modules_to_save", lora.modules_to_save, reached)
+    refuse_unmatched("modules_to_save", lora.modules_to_save, names.values(), text)
     if lora.use_peft:
         refuse_adapted_head("lm_head", next(its for its in names.values() if HEAD in its), lora)
         experts = [tensor.name for index in range(architecture.layers) for tensor in architecture.experts(index)]

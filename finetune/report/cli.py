@@ -191,7 +191,6 @@ def report_command(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-
     if arguments.output is not None:
         raise UserError("--output: --serve writes no file; use one of the two")
     folders = [Path(name) for name in arguments.runs]

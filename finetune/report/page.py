@@ -4,7 +4,7 @@ import html
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,24 +176,15 @@ def _describe_trained(recipe: Mapping[str, Any]) -> str:
 
 def _make_tiles(run: RunRecord) -> Iterator[Tile]:
     yield Tile("Steps", f"{run.last('step') or 0:,}", f"{run.last('epoch'):.2f} epochs" if run.last("epoch") else "")
-    if run.last("reward") is not None:
-        yield Tile("Reward", format_compact(run.last("reward")), f"from {format_compact(run.first('reward'))}")
-    if run.last("eval_reward") is not None:
-        first = f"from {format_compact(run.first('eval_reward'))}"
-        yield Tile("Held-out reward", format_compact(run.last("eval_reward")), first)
-    for key, name in (("loss", "Training loss"), ("eval_loss", "Held-out loss")):
-        if run.last(key) is not None:
-            yield Tile(name, f"{run.last(key):.4f}", f"from {run.first(key):.4f}")
+    yield from _change_tiles(run, {"reward": "Reward", "eval_reward": "Held-out reward"}, format_compact)
+    yield from _change_tiles(run, {"loss": "Training loss", "eval_loss": "Held-out loss"}, "{:.4f}".format)
     if run.last("rewards/accuracies") is not None:
         held_out = "eval_" if run.last("eval_rewards/accuracies") is not None else ""
         margin = f"reward margin {format_compact(run.last(f'{held_out}rewards/margins') or 0.0)}"
         name = "Held-out pairs in order" if held_out else "Pairs in order"
         yield Tile(name, f"{run.last(f'{held_out}rewards/accuracies'):.0%}", margin)
-    if run.last("exact_match") is not None:
-        yield Tile("Answered exactly", f"{run.last('exact_match'):.0%}", f"from {run.first('exact_match'):.0%}")
-    for key in list_metrics([run]):
-        if (last := run.last(key)) is not None:
-            yield Tile(key.partition("/")[2], format_compact(last), f"from {format_compact(run.first(key))}")
+    yield from _change_tiles(run, {"exact_match": "Answered exactly"}, "{:.0%}".format)
+    yield from _change_tiles(run, {key: key.partition("/")[2] for key in list_metrics([run])}, format_compact)
     if run.last("tokens"):
         trained = run.last("trained_tokens")
         yield Tile("Tokens read", count(run.last("tokens")), f"{count(trained)} trained" if trained else "")
@@ -209,6 +200,13 @@ def _make_tiles(run: RunRecord) -> Iterator[Tile]:
         yield Tile("Idle experts", f"{max(idle):.0%}", f"{worst}; {busiest}")
     if run.last("peak_memory_bytes"):
         yield Tile("Peak memory", f"{gib(max(v for _, v in run.series('peak_memory_bytes')))} GiB", "first rank")
+
+
+def _change_tiles(run: RunRecord, names: Mapping[str, str], form: Callable[[float], str]) -> Iterator[Tile]:
+    """The last value of each key that the run logged, under its name, and the first one."""
+    for key, name in names.items():
+        if (last := run.last(key)) is not None:
+            yield Tile(name, form(last), f"from {form(run.first(key))}")
 
 
 def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], str]:
