@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
-from finetune.config.pretrained_adapter import refuse_other_path
+from finetune.config.pretrained_adapter import find_config_file
 from finetune.config.schema import Model
 from finetune.errors import UserError
-from finetune.files.hub import download_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +85,7 @@ def read_facts(config: Any, name: str | None, tokens: int | None = None) -> Mode
 def _pretrained_config(name: str, model: Model) -> Any:
     from transformers import AutoConfig
 
-    folder = Path(name)
-    refuse_other_path(folder)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a hub name")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{name}: is a file; give a folder with config.json and *.safetensors, or a hub name")
-    if not folder.is_dir():
-        download_file(name, "config.json", model.model_revision)  # says why it fails, where transformers guesses
+    find_config_file(name, model.model_revision)  # says why it fails, where transformers guesses
     try:
         return AutoConfig.from_pretrained(
             name, revision=model.model_revision, trust_remote_code=model.trust_remote_code

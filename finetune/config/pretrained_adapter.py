@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.schema import Recipe
-from finetune.constants import ADAPTER, ADAPTER_CONFIG
+from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE
 from finetune.errors import UserError
 from finetune.files.hub import download_file, download_folder
 from finetune.files.run_json import read_json_object, read_tensor_header
@@ -63,6 +63,19 @@ def refuse_other_path(path: Path) -> None:
         )
     if (path / "checkpoints").is_dir():
         raise UserError(f"{path}: is a run's folder; name its export/, or one of its checkpoints/")
+
+
+def find_config_file(name: str, revision: str | None) -> Path:
+    """The config.json of a model in a folder, or of the hub. Raises `UserError` where there is none."""
+    folder = Path(name)
+    refuse_other_path(folder)
+    if folder.is_file():
+        raise UserError(f"{name}: is a file; give a folder with config.json and *.safetensors, or a hub name")
+    if not folder.exists() and (folder.is_absolute() or name.startswith(".")):
+        raise UserError(f"{name}: no such folder; name one that holds config.json and safetensors, or a hub name")
+    if folder.exists() and not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a hub name")
+    return folder / CONFIG_FILE if folder.exists() else download_file(name, CONFIG_FILE, revision)
 
 
 def find_adapter(name: str) -> Path:

@@ -148,7 +148,7 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         *_trained(fit),
         "",
         *_datasets(data),
-        *_held_out(keys),
+        *([_line("eval_split_size", keys["eval_split_size"], "rows that are not trained on: their loss shows what was learned")] if "eval_split_size" in keys else []),  # noqa: E501
         "",
         _line("max_length", keys["max_length"], _about_length(data, keys["max_length"])),
         _line("global_batch_size", keys["global_batch_size"], "rows in a step, over all GPUs"),
@@ -223,15 +223,6 @@ def _datasets(data: DataSummary) -> Iterator[str]:
             yield _line(f"    {key}", value, RENDERINGS[data.format].says if key == "type" else "")
     if source.type is None:
         yield f"    # recognized as {data.format}: {RENDERINGS[data.format].says}"
-
-
-def _held_out(keys: Keys) -> Iterator[str]:
-    if "eval_split_size" in keys:
-        yield _line(
-            "eval_split_size",
-            keys["eval_split_size"],
-            "rows that are not trained on: their loss shows what was learned",
-        )
 
 
 def _about_length(data: DataSummary, max_length: int) -> str:

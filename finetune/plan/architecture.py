@@ -8,10 +8,9 @@ from typing import Any
 
 from finetune.config.facts import LARGEST_COUNTS, LARGEST_SIZES, ModelFacts, read_model_facts
 from finetune.config.families import PLANNED, Family, MixtureKeys, find_family
-from finetune.config.pretrained_adapter import refuse_other_path
+from finetune.config.pretrained_adapter import find_config_file
 from finetune.config.schema import Model
 from finetune.errors import UserError
-from finetune.files.hub import download_file
 from finetune.files.run_json import load_json
 from finetune.plan.towers import WHOLE, list_parts, split_config
 
@@ -339,17 +338,7 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
     """
     if model.model_config is not None:
         return model.model_config, "model_config"
-    name = str(model.model_name_or_path)
-    folder = Path(name)
-    refuse_other_path(folder)
-    if folder.is_dir():
-        path = folder / "config.json"
-        if not path.is_file():
-            raise UserError(f"{name}: no config.json; name the folder of a transformers model")
-    elif folder.is_absolute() or name.startswith("."):
-        raise UserError(f"{name}: no such folder; name one that holds config.json and safetensors, or a hub name")
-    else:
-        path = download_file(name, "config.json", model.model_revision)
+    path = find_config_file(str(model.model_name_or_path), model.model_revision)
     return split_config(load_json(path), model.drop_vision), str(path)
 
 

@@ -7,7 +7,7 @@ head), which stays gathered from forward to backward (Accelerate's fsdp2_prepare
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
 from finetune.config.quantization import SCHEMES
@@ -38,17 +38,7 @@ class Snapshot:
     @property
     def allocated(self) -> int:
         """What torch.cuda.max_memory_allocated counts."""
-        return (
-            self.parameters
-            + self.teacher
-            + self.gradients
-            + self.optimizer
-            + self.gathered
-            + self.activations
-            + self.loss
-            + self.communication
-            + self.temporaries
-        )
+        return sum(getattr(self, part) for part in ALLOCATED)
 
     @property
     def total(self) -> int:
@@ -56,6 +46,7 @@ class Snapshot:
         return self.allocated + self.slack + self.context
 
 
+ALLOCATED = tuple(part.name for part in fields(Snapshot) if part.name not in ("name", "slack", "context"))
 CAST = 9  # bytes of a number that is cast without a compiler: two fp32 copies, and 8 bits
 # On a CPU the product is larger than the cast: torch multiplies copies in fp32 there. Bytes of a number of input,
 # output, weight.

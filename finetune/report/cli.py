@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -128,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10  # seconds that an idle connection is kept
 
     def do_GET(self) -> None:
-        if _without_port(self.headers.get("Host", "")) not in HOSTS:
+        if re.sub(r":\d+$", "", self.headers.get("Host", "")) not in HOSTS:
             return self._answer(HTTPStatus.FORBIDDEN, b"this report is served to localhost alone\n", "text/plain")
         if self.path.partition("?")[0] != "/":
             return self._answer(HTTPStatus.NOT_FOUND, b"the report is at /\n", "text/plain")
@@ -149,11 +150,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
-
-
-def _without_port(host: str) -> str:
-    name, _, port = host.rpartition(":")
-    return name if port.isdigit() else host
 
 
 def report_command(arguments: argparse.Namespace) -> int:
