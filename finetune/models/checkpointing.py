@@ -174,8 +174,8 @@ def _take_before(using: Any) -> Iterator[None]:
 
 def _selected(context: Any) -> list[Any]:
     """The values that selective checkpointing stores, in torch's wrappers: `val`, and the `version` it checks."""
-    entries = [entry for by_index in context.storage.values() for entry in by_index.values()]
-    return [leaf for leaf in tree_leaves(entries) if hasattr(leaf, "val") and hasattr(leaf, "version")]
+    stored = tree_leaves(list(context.storage.values()))
+    return [leaf for leaf in stored if hasattr(leaf, "val") and hasattr(leaf, "version")]
 
 
 Kept = Literal["nothing", "attention", "attention_and_projections"]

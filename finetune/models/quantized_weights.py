@@ -379,7 +379,8 @@ def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int]
         else:
             scale = read_slice(scales, (*lead, slice(first, last), slice(left, right)))
         scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
-        values: Tensor = Fp8Dequantize(None).convert({"weight": whole, "weight_scale_inv": scale})["weight"]
+        found = Fp8Dequantize(None).convert({"weight": whole, "weight_scale_inv": scale})["weight"]
+        values: Tensor = found[0] if isinstance(found, list) else found  # transformers 5.17 returns a list
         top, start = across.start - blocks[0].start, along.start - blocks[1].start
         return values[..., top : top + across.stop - across.start, start : start + along.stop - along.start]
 

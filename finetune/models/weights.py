@@ -85,7 +85,9 @@ class Box:
     def contiguous(self) -> "Box":
         return self
 
-    def squeeze(self, dim: int) -> "Box":
+    def squeeze(self, dim: int | None = None) -> "Box":
+        if dim is None:  # all dimensions of size 1, as transformers 5.17 has it
+            return self.squeeze(self.shape.index(1)).squeeze() if 1 in self.shape else self
         if self.shape[dim] != 1:
             return self
         parts = tuple(
