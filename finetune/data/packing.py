@@ -12,7 +12,7 @@ from finetune.config.schema import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which documents share a row. Returned by `pack`, `sampler.arrange_epoch`."""
+    """Which documents share a row. Returned by `pack` and `arrange_epoch`."""
 
     ids: NDArray[np.int64]  # [documents], row after row
     starts: NDArray[np.int64]  # [rows + 1]: row r holds ids[starts[r]:starts[r + 1]]

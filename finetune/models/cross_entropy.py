@@ -59,7 +59,7 @@ def linear_cross_entropy(
 
     def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
         found = compute_in_chunks(trained, weight, bias, ids, chunks, needs_grad)
-        return found.loss, (found.grad_hidden, found.grad_weight, found.grad_bias)
+        return found.loss, found.gradients
 
     loss: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
     return loss

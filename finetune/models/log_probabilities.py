@@ -95,7 +95,7 @@ class _LinearLogProbabilities(torch.autograd.Function):
         recomputes = any(needs_grad[1:])
         # Parameters are saved by autograd itself, so that FSDP has gathered them again when the backward reads them.
         ctx.save_for_backward(*(weight, bias, trained) if recomputes else (None, None, None), ids, positions)
-        ctx.grad_hidden = found.grad_hidden
+        ctx.grad_hidden = found.gradients[0]
         ctx.options = (dtype, hidden.shape, hidden.dtype, chunks, needs_grad)
         return found.log_probabilities
 
@@ -113,8 +113,9 @@ class _LinearLogProbabilities(torch.autograd.Function):
             with torch.autocast(upstream.device.type, enabled=False):
                 needed = (False, *needs_grad[1:])
                 found = compute_in_chunks(trained, weight.to(dtype), bias, ids, chunks, needed, -upstream)
-            grad_weight = None if found.grad_weight is None else found.grad_weight.to(weight.dtype)
-            grad_bias = None if found.grad_bias is None or bias is None else found.grad_bias.to(bias.dtype)
+            _, grad_weight, grad_bias = found.gradients
+            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+            grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 

@@ -166,13 +166,11 @@ PLAIN = ChunkOptions()
 
 
 class Computed(NamedTuple):
-    """What `compute_in_chunks` returns; the gradients are those of the loss, None where not asked for."""
+    """What `compute_in_chunks` returns."""
 
     loss: Tensor  # fp32 scalar: minus the sum of the log-probabilities
     log_probabilities: Tensor  # fp32[tokens]; 0 where the label is IGNORE_INDEX
-    grad_hidden: Tensor | None  # [tokens, hidden], in hidden's type
-    grad_weight: Tensor | None  # fp32[vocabulary, hidden]
-    grad_bias: Tensor | None  # fp32[vocabulary]
+    gradients: Gradients  # of the loss
 
 
 def compute_in_chunks(
@@ -221,7 +219,7 @@ def compute_in_chunks(
     gradients = backward_in_chunks(hidden, weight, bias, add_chunk, chunk_tokens, needs_grad)
     if shard is not None and gradients[0] is not None:
         dist.all_reduce(gradients[0], group=shard.group)  # what every row of the head adds to it
-    return Computed(loss, log_probabilities, *gradients)
+    return Computed(loss, log_probabilities, gradients)
 
 
 def backward_in_chunks(
