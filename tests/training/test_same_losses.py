@@ -1,5 +1,6 @@
 """The first promise: one recipe gives the same losses and gradient norms on every layout and number of ranks."""
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
@@ -226,10 +228,13 @@ def test_split_turns_of_packed_rows_train_as_rows_of_their_own(tmp_path: Path) -
     replicas: `test_expert_parallel.py`."""
     split, apart = write_split_recipes(tmp_path, make_model(tmp_path / "model"))
     expected = reference.train(apart)
+    # Older torch is refused for tensor parallelism.
+    can_divide = "grad_placements" in inspect.signature(DTensor.from_local).parameters
+    layouts = {name: each for name, each in SPLIT.items() if can_divide or name != "tp"}
     runs = []
-    for name, (layout, sizes) in SPLIT.items():
+    for name, (layout, sizes) in layouts.items():
         config = write_config(tmp_path, layout, sizes=sizes)
         runs.append((split, config, [f"output_dir={tmp_path}/{name}"]))
     train_all(tmp_path, runs, ranks=2)
-    for name in SPLIT:
+    for name in layouts:
         assert_losses(tmp_path / name, expected)
