@@ -183,11 +183,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     computing = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) * spec.imbalance / (1 - spec.bubble)
     seconds_per_step = computing + offload + files + rollout
     tokens_per_second = spec.tokens_per_step / seconds_per_step
-    optimization, rows = spec.recipe.optimization, spec.recipe.method_facts.rows
-    epoch_tokens, steps = read or (estimate_epoch_tokens(spec.recipe.data, rows), optimization.max_steps)
-    if steps is None and epoch_tokens is not None:
-        passes = optimization.num_train_epochs * spec.recipe.rollout.num_iterations
-        steps = max(1, round(epoch_tokens / spec.tokens_per_step * passes))
+    epoch_tokens, steps = read or _estimate_steps(spec)
     reference_seconds = None
     once = forward if spec.reference == "stored" else asked if is_stored else 0.0
     if once and epoch_tokens is not None:  # a forward of every document; held-out ones aside
@@ -205,7 +201,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         steps=steps,
         epoch_tokens=epoch_tokens,
         seconds_per_epoch=None if epoch_tokens is None else epoch_tokens / tokens_per_second,
-        steps_are_guessed=read is None and optimization.max_steps is None,
+        steps_are_guessed=read is None and spec.recipe.optimization.max_steps is None,
         micro_batch_seconds=seconds_per_step / spec.accumulation,
         offload_seconds=offload,
         files_seconds=files,
@@ -219,6 +215,16 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         reference_share=again / flops,
         reference_seconds=reference_seconds,
     )
+
+
+def _estimate_steps(spec: RunSpec) -> tuple[int | None, int | None]:
+    """(tokens of an epoch, steps of the run), as far as the files' sizes or the recipe say."""
+    optimization = spec.recipe.optimization
+    tokens, steps = estimate_epoch_tokens(spec.recipe.data, spec.recipe.method_facts.rows), optimization.max_steps
+    if steps is None and tokens is not None:
+        passes = optimization.num_train_epochs * spec.recipe.rollout.num_iterations
+        steps = max(1, round(tokens / spec.tokens_per_step * passes))
+    return tokens, steps
 
 
 def _fp8_share(spec: RunSpec, flops: float) -> float:

@@ -264,20 +264,21 @@ def test_a_fault_of_the_server_is_a_sentence(case: str, recipe: Path, model: Pat
     assert str(server.url) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_server_that_is_away_is_a_sentence(recipe: Path, model: Path, tmp_path: Path) -> None:
-    found = read_recipe(str(recipe), ["vllm_server_base_url=http://127.0.0.1:9"])
+def open_engine(recipe: Path, model: Path, folder: Path, *keys: str) -> VllmEngine:
     world: Any = OneProcess()
-    with pytest.raises(
-        UserError, match=r"http://127.0.0.1:9/v1/models: no answer: .*; start vLLM 0.32 with VLLM_SERVER_DEV_MODE=1"
-    ):
-        VllmEngine(
-            AutoModelForCausalLM.from_pretrained(model),
-            world,
-            found,
-            AutoTokenizer.from_pretrained(model),
-            [2],
-            tmp_path,
-        )
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    return VllmEngine(plain, world, read_recipe(str(recipe), list(keys)), tokenizer, [2], folder)
+
+
+def test_a_server_that_is_away_is_a_sentence(recipe: Path, model: Path, tmp_path: Path) -> None:
+    sentence = r"http://127.0.0.1:9/v1/models: no answer: .*; start vLLM 0.32 with VLLM_SERVER_DEV_MODE=1"
+    with pytest.raises(UserError, match=sentence):
+        open_engine(recipe, model, tmp_path, "vllm_server_base_url=http://127.0.0.1:9")
+
+
+def test_a_server_that_does_not_answer_in_time_is_a_sentence(recipe: Path, model: Path, tmp_path: Path) -> None:
+    with serving(model) as server, server.lock, pytest.raises(UserError, match="/v1/models: no answer: timed out"):
+        open_engine(recipe, model, tmp_path, f"vllm_server_base_url={server.url}", "vllm_server_timeout=0.2")
 
 
 @pytest.mark.slow
