@@ -20,7 +20,7 @@ test-lowest:
 	rm -rf .venv-lowest
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python tests/lowest_versions.py torch==$(LOWEST_TORCH) > .venv-lowest/constraints.txt
-	.venv-lowest/bin/python -m pip install --quiet --editable . pytest pytest-timeout hypothesis --constraint .venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install --quiet --editable ".[quantized]" pytest pytest-timeout hypothesis --constraint .venv-lowest/constraints.txt
 	PATH=$(CURDIR)/.venv-lowest/bin:$$PATH python -m pytest -m "not slow" \
 	  tests/test_quickstart.py tests/training/test_same_losses.py tests/checkpoint/test_resume.py tests/export/test_lora_merge.py \
 	  tests/training/test_experts.py tests/training/test_published_bases.py tests/models/test_layers.py
