@@ -89,7 +89,7 @@ TABLES = {
     ),
     "methods": (
         [name for name in METHODS if name != DEFAULT_METHOD],
-        ("config/methods.py", "config/methods.py", "training/objectives/preference.py", *OTHER_TOOLS),
+        ("config/methods.py", "training/objectives/preference.py", *OTHER_TOOLS),
     ),
 }
 

@@ -1,1 +1,1 @@
-"""What works together: the rulebook, and the facts about layout, model and machine that it reads"""
+"""What the user wrote, read strictly; and the rulebook: what works together, by facts on layout, model and machine"""

@@ -109,7 +109,10 @@ def is_parameter_named(name: str, targets: Iterable[str]) -> bool:
 
 
 def refuse_unknown_layers(lora: Lora, layers: Sequence[str], model: str, *, has_experts: bool) -> None:
-    """Raises `UserError` if `lora_target_modules` names no linear layer in `layers`. `model`: its name in messages."""
+    """Raises `UserError` if a name in `lora_target_modules` matches no linear layer in `layers`.
+
+    model: Its name in the message. has_experts: The message also gives the key for routed experts.
+    """
     targets = () if lora.lora_target_modules == "all-linear" else lora.lora_target_modules
     wrong = [target for target in targets if not any(is_parameter_named(layer, [target]) for layer in layers)]
     if wrong:

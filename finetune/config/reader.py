@@ -338,7 +338,7 @@ def _matches(pattern: Path) -> bool:
 
 
 def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
-    """The key that was probably meant by `key`, else `key` itself, and a sentence for the user.
+    """(the key that was probably meant, else `key`; a sentence for the user).
 
     `known` are the keys at that place of the file: the recipe's, or those of an entry of `datasets`.
     """

@@ -69,7 +69,7 @@ class SourceReport:
         ]
 
     def loss(self) -> list[str]:
-        """A line that gives the share of the tokens that is cut off or dropped; none where nothing is."""
+        """The line on the share of tokens that are cut off or dropped, in a list; empty where nothing is lost."""
         return describe_loss(self.path, self.tokens_lost, self.tokens, self.trained_tokens_lost)
 
 

@@ -255,10 +255,10 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
 def open_or_write_store(
     folder: Path, local_rank: int, write: Callable[[Path], None], canceled: Event | None = None
 ) -> TokenStore:
-    """The store in `folder`. If missing or damaged, local rank 0 writes it and others wait, unless `canceled`.
+    """Opens the store in `folder`. If it is missing or damaged, local rank 0 writes it; others wait, unless `canceled`.
 
-    `write`: writes a store into an empty folder. No collective takes part: ranks that wait look at the file system, so
-    that no timeout of a process group can end them. Raises `UserError` on every rank where it cannot be written.
+    `write`: writes a store into an empty folder. Ranks that wait look at the file system, not at each other, so that no
+    timeout of a process group ends them. Raises `UserError` on every rank where it cannot be written.
     """
     if local_rank == 0:
         if folder.exists():

@@ -1,4 +1,4 @@
-"""Distributed training: the Accelerate config, the ranks, and the layouts FSDP2, FSDP1, DDP and single.
+"""Distributed training: the ranks, and the layouts FSDP2, FSDP1, DDP and single.
 
 Only this package uses Accelerate's state, environment and plugins.
 """

@@ -296,7 +296,7 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the root's parameters, which a forward without a backward leaves gathered under FSDP2."""
+    """Reshards each unit of FSDP2: after a forward without a backward the root's parameters are still gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -201,7 +201,7 @@ def read_rows(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
 
 
 def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
-    """`stored` under another name and dtype."""
+    """A stored tensor as a value to write, under another name and dtype. Its rows are read when asked for."""
 
     def rows(start: int, stop: int) -> torch.Tensor:
         return as_floating(read_rows(stored, start, stop))

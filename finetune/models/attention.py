@@ -56,12 +56,17 @@ UNSUPPORTED = ("position_bias",)  # arguments that transformers may pass and thi
 def install_attention(model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None) -> None:
     """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation` names.
 
-    `auto` is this module's, with torch's own kernels, or those of an installed package that are faster on this GPU
-    (flash_attention_3 and _4, which name one);
-    any other name is transformers' own, which finds the documents in the position ids (sdpa, eager, flex_attention) or
-    receives their boundaries (flash_attention_2, and flash_attention_3 where its package is not installed).
-    `sequence_group`: the ranks that divide a row's tokens between them, only under `auto`; None: each rank has whole
-    rows. Raises `UserError` where the implementation is not available.
+    `auto` is this module's attention, by torch's kernels or by those of an installed package that is faster on this
+    GPU; `flash_attention_3` and `flash_attention_4` name such a package. Any other name is transformers' own: sdpa,
+    eager and flex_attention find the documents in the position ids, flash_attention_2 receives their boundaries.
+
+    Args:
+        model: An `XForCausalLM`.
+        implementation: As the recipe names it.
+        sequence_group: The ranks that share a row's tokens, only with `auto`; None: each rank has whole rows.
+
+    Raises:
+        UserError: The implementation is not available.
     """
     trunk = trunk_of(model)
     family = find_family(trunk.config.model_type)

@@ -40,8 +40,8 @@ from finetune.models.quantized_layers import expert_weights, quantized_children,
 def divide_experts(model: nn.Module, world: World) -> None:
     """Divides the experts of `model`, on meta and not sharded yet, as `world.sharding` asks; makes them units of FSDP2.
 
-    Their gradients are the sum over the group's tokens already, so FSDP's mean over the others is divided by the
-    group's size.
+    A rank's gradients of its experts are already the sum over the tokens of its group. FSDP then averages them over
+    the ranks that hold the same experts, so the result is divided by the group's size.
     """
     size = world.sharding.expert_parallel_size
     if size == 1:

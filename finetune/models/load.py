@@ -242,7 +242,7 @@ def count_parameters(model: Any) -> ModelSize:
 def read_base_values(
     built: nn.Module, config: Any, model: Model, seed: int = 0, vocabulary: Vocabulary | None = None
 ) -> tuple[Values, Mapping[str, StoredQuantized]]:
-    """The values of the parameters of `built`, whose saved buffers are filled, and the quantized weights."""
+    """Fills the saved buffers of `built`; returns its parameters' values, and its quantized weights by name."""
     if model.model_config is not None:
         return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed), {}
     folder = weights_folder(model)

@@ -1,1 +1,1 @@
-"""Optimizers, their parameter groups and the learning rate."""
+"""Optimizers and their parameter groups."""

@@ -28,8 +28,8 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Calls of one kind that a rank makes in a step, and the bytes of all of them: of each the larger of what goes in
-    and what comes out. Ranks of the group are `stride` apart."""
+    """All calls of one kind that a rank makes in a step. `bytes` is their sum: a call counts its input or its output,
+    whichever is larger. Ranks of the group are `stride` apart."""
 
     kind: Kind
     calls: int

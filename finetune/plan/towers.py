@@ -19,8 +19,8 @@ WHOLE = "vision_language_config"  # the key under which `split_config` keeps all
 
 
 def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[str, Any]:
-    """The part of a config.json that the language model has, with all of it under WHOLE where it is a vision-language
-    model's: None there where `drop_vision` leaves the rest out.
+    """The config of the language model alone, from a config.json. For a vision-language model the key WHOLE holds the
+    complete config, or None with `drop_vision`.
 
     >>> config = {"model_type": "qwen2_5_vl", "architectures": ["VForConditionalGeneration"], "vision_config": {}}
     >>> split_config(config)["model_type"]

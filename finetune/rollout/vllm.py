@@ -50,7 +50,10 @@ START = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {}
 
 
 class VllmEngine:
-    """Completions of the vLLM server at `vllm_server_base_url`. Every rank asks for its own; the first hands over."""
+    """Samples completions from the vLLM server at `vllm_server_base_url`.
+
+    Of ranks with the same requests the first asks. All ranks write the weights; rank 0 has the server load them.
+    """
 
     def __init__(
         self, model: nn.Module, world: World, recipe: Recipe, tokenizer: Any, stop_ids: Sequence[int], run_folder: Path

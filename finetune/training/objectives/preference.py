@@ -80,6 +80,7 @@ def simpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tenso
 
 # A loss with metrics of its own, and the weight of the chosen answers' cross entropy beside it.
 PairedLoss = tuple[Callable[[Pairs, Method], tuple[Tensor, dict[str, Tensor]]], float]
+WITH_REFERENCE: Mapping[str, Callable[[Pairs, Pairs, Method, float], Tensor]] = {"dpo": dpo_losses}
 WITHOUT_REFERENCE: Mapping[str, PairedLoss] = {
     "orpo": (orpo_losses, 1.0),
     "simpo": (simpo_losses, 0.0),
@@ -143,7 +144,7 @@ class PreferenceObjective(Objective):
         metrics: dict[str, Tensor] = {}
         if reference is not None:
             ratios = Pairs(policy.chosen - reference.chosen, policy.rejected - reference.rejected)
-            losses = dpo_losses(ratios, lengths, self.keys, self.label_smoothing)
+            losses = WITH_REFERENCE[self.keys.method](ratios, lengths, self.keys, self.label_smoothing)
             rewards, shown, weight = ratios, policy, self.keys.rpo_alpha or 0.0
         else:
             rewards = shown = policy.divide_by(lengths)
