@@ -10,6 +10,6 @@ platforms=()
 for glibc in 28 27 24 17; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
   "${platforms[@]}" --platform manylinux2014_x86_64 --constraint constraints.txt --dest "$folder" \
-  datasets multiprocess dill xxhash pydantic pydantic-core annotated-types typing-inspection bitsandbytes torchao \
+  peft datasets multiprocess dill xxhash pydantic pydantic-core annotated-types typing-inspection bitsandbytes torchao \
   pytest pytest-timeout pluggy iniconfig pygments hypothesis sortedcontainers
 du -ch "$folder"/*.whl | tail -1
