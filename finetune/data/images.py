@@ -91,7 +91,7 @@ def _read_file(path: Path) -> EncodedImage:
 def open_image(image: EncodedImage) -> Any:
     """The picture, upright and in RGB, as transformers' `load_image` gives it. Raises `BadRow`."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
         raise UserError('images need Pillow; pip install "finetune[images]"') from None
     name = f"image: {image.path or f'of {len(image.content):,} bytes'}"
@@ -104,6 +104,8 @@ def open_image(image: EncodedImage) -> Any:
         return ImageOps.exif_transpose(picture).convert("RGB")
     except BadRow:
         raise
+    except UnidentifiedImageError:  # its text names a Python object
+        raise BadRow(f"{name}: cannot be read as an image: not one of {', '.join(FORMATS)}") from None
     except Exception as error:  # each format has its own
         raise BadRow(f"{name}: cannot be read as an image: {' '.join(str(error).split()[:20])}") from None
 
