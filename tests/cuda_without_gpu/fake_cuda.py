@@ -34,7 +34,7 @@ from tests.cuda_without_gpu.varlen_on_cpu import check_operands
 PACKAGE = Path(finetune.__file__).resolve().parent
 TORCH = Path(torch.__file__).resolve().parent
 aten = torch.ops.aten
-LIBRARY: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+OVERRIDES: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 # The number of elements of their results is known to the device alone.
 SHAPED_BY_VALUES = {
     aten.masked_select.default,
@@ -294,7 +294,7 @@ def _repair_addmm() -> None:
 
     for overload in (aten.addmm.dtype, aten.addmm.dtype_out):
         decomposition_table[overload] = add
-        LIBRARY.impl(overload, add, "Meta", allow_override=True)
+        OVERRIDES.impl(overload, add, "Meta", allow_override=True)
 
 
 @contextmanager
