@@ -163,8 +163,8 @@ class TopScores:
     def beside(self, student: Tensor, chunk: slice, temperature: float) -> Tensor:
         """[tokens of the chunk, rows]: the others share their probability as the student shares it among them.
 
-        So the divergence is that of k + 1 outcomes, gradient included: a bound of the whole one from below, and it
-        itself where k is the vocabulary.
+        So the divergence is that of k + 1 outcomes, gradient included. It is at most the whole divergence, and equals
+        it where k is the size of the vocabulary.
         """
         ids = self.ids[chunk]
         others = student.scatter(1, ids, -torch.inf).logsumexp(1)
