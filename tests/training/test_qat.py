@@ -214,4 +214,7 @@ def test_so_are_they_on_two_ranks(layout: str, name: str, runs: Any, recipe: Pat
     # norm. Seen on a CPU without AVX-512.
     scheme = read_keys(name).quantization_aware_training
     rounds_inputs = scheme is not None and SCHEMES[scheme].input_bits is not None
-    assert_losses(run, losses_by_torchao(name, recipe, run), norms=1e-4 if rounds_inputs else None)
+    expected = losses_by_torchao(name, recipe, run)
+    lines = assert_losses(run, expected, norms=1e-4 if rounds_inputs else None)
+    ties = [a["grad_norm"] != pytest.approx(b, rel=1e-5) for a, (_, b) in zip(lines, expected, strict=True)]
+    assert sum(ties) <= 1, "one step at most meets a tie"
