@@ -37,7 +37,7 @@ def export_command(arguments: argparse.Namespace) -> int:
     )
     check_request(source, output, options)
     if arguments.push_to_hub is not None:
-        check_push()
+        check_push(arguments.push_to_hub)
     if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc's: else each thread keeps freed blocks in a heap of its own
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     with ExitStack() as beside:

@@ -19,6 +19,7 @@ from finetune.export.publish import (
     ExportOptions,
     MergeOnto,
     check_disk_space,
+    check_push,
     check_request,
     describe_use,
     is_alone,
@@ -80,6 +81,8 @@ def export(
         max_loss_increase=max_loss_increase,
     )
     check_request(Path(run_or_checkpoint), Path(output), options)
+    if push_to_hub is not None:
+        check_push(push_to_hub)
     source = open_source(Path(run_or_checkpoint), base_model=base_model, log=log)
     exported = export_source(source, Path(output), options, log)
     if push_to_hub is not None:

@@ -243,10 +243,15 @@ def _remove_empty(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def check_push() -> None:
-    """Raises `UserError` where the hub would refuse an upload: without a token nothing can be pushed."""
+def check_push(repository: str) -> None:
+    """Raises `UserError` where the hub would refuse an upload to `repository`: by its name, or without a token."""
     from huggingface_hub import get_token  # takes most of a second
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+    try:
+        validate_repo_id(repository)
+    except HFValidationError:
+        raise UserError(f"--push-to-hub: {repository}: a name of the hub is expected, such as me/my-model") from None
     if get_token() is None:
         raise UserError("--push-to-hub: there is no token of the hub here; log in with hf auth login, or set HF_TOKEN")
 
@@ -305,8 +310,10 @@ def use_model(
     code = f"from transformers import pipeline; print(pipeline('text-generation', {str(folder)!r})({asked}){answer})"
     is_plain = not set(code) & set('"$`\\!')  # what double quotes of a shell leave as it is
     commands = {"transformers": f'python -c "{code}"' if is_plain else shlex.join(["python", "-c", code])}
-    if is_vision_language:  # which takes images, and another pipeline
-        commands = {"transformers": f"finetune chat {shlex.quote(str(folder))}"}
+    if is_vision_language:  # another pipeline, which an image's message fits better than a line of a shell
+        commands = {
+            "finetune": f"finetune chat {shlex.quote(str(folder))} --image IMAGE --prompt {shlex.quote(QUESTION)}"
+        }
     commands |= {"vLLM": f"vllm serve {shlex.quote(str(folder))}"}
     if opens_in_mlx and not is_vision_language:
         commands["MLX"] = shlex.join(["mlx_lm.generate", "--model", str(folder), "--prompt", QUESTION])
@@ -315,7 +322,7 @@ def use_model(
 
 def use_adapter(folder: Path, base: str | None, config: Mapping[str, Any]) -> dict[str, str]:
     """The commands that use a PEFT folder on its base; none for vLLM where it cannot serve the adapter."""
-    commands = {"transformers": f"finetune chat {shlex.quote(str(folder))}"}
+    commands = {"finetune": f"finetune chat {shlex.quote(str(folder))}"}
     ranks = [config.get("r", 0), *(config.get("rank_pattern") or {}).values()]
     rank = next((each for each in VLLM_RANKS if each >= max(ranks)), None)
     unserved = ("modules_to_save", "use_dora", "target_parameters", "bias")

@@ -13,7 +13,7 @@ from finetune.config.schema import Quantization
 from finetune.config.yaml_file import find_yaml
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.data.formats import CONVERSATION_COLUMNS, QUESTION_COLUMNS, Columns, Conversation, make_conversation
-from finetune.data.images import read_image
+from finetune.data.images import open_image, read_image
 from finetune.data.messages import IMAGE, BadRow, Message, list_columns, role_of
 from finetune.data.readers import read_file
 from finetune.errors import UserError
@@ -263,4 +263,6 @@ def _before_answer(row: dict[str, Any], turns: list[Any], system: str | None, fo
     messages = [*(system_message(system) if messages[0]["role"] != "system" else []), *messages]
     asked = sum(message["content"].count(IMAGE) for message in messages) if conversation.images else 0
     images = tuple(read_image(image, folder) for image in conversation.images[:asked])
+    for image in images:
+        open_image(image)  # a file that holds no image is found before the model is loaded
     return replace(conversation, messages=tuple(messages), trained=(False,) * len(messages), images=images)

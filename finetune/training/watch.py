@@ -116,6 +116,7 @@ class SignalListener:
         self.stop = False
         self.save = False
         self._asked_at = 0.0
+        self._launcher = os.getppid()
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalListener":
@@ -158,7 +159,9 @@ class SignalListener:
         elif number in STOPPING and not self.stop:
             self.stop, self._asked_at = True, time.monotonic()
             when = " once torch.compile is done" if _compiles() else ""
-            _print(f"{signal.Signals(number).name}: saving, then stopping{when}; send it again to stop at once")
+            # A rank gets SIGTERM when its launcher ends, whoever ended that.
+            cause = signal.Signals(number).name if os.getppid() == self._launcher else "the launcher has ended"
+            _print(f"{cause}: saving, then stopping{when}; send it again to stop at once")
         elif number in STOPPING and time.monotonic() - self._asked_at > ECHO_SECONDS:
             _print("stopped at once; what was not saved is lost")
             os._exit(128 + number)

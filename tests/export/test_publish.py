@@ -160,6 +160,8 @@ def test_without_a_token_nothing_is_exported_to_be_pushed(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     assert main(["export", str(tiny_llama()), "--output", str(tmp_path / "out"), "--push-to-hub", "me/mine"]) == 2
     assert "there is no token of the hub here; log in with hf auth login" in capsys.readouterr().err
+    assert main(["export", str(tiny_llama()), "--output", str(tmp_path / "out"), "--push-to-hub", "me/my/model"]) == 2
+    assert "--push-to-hub: me/my/model: a name of the hub is expected" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -292,6 +292,11 @@ def test_an_image_that_cannot_be_asked_about_is_one_sentence(
     for path, error in ((tmp_path / "none.png", "no such file"), (tmp_path / "text.png", "cannot be read as an image")):
         assert main([*chat, "--image", str(path)]) == 2
         assert f"image: {path}: {error}" in capsys.readouterr().err
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(json.dumps({"prompt": "What is it?", "images": [path.name]}) + "\n")
+        assert main([*chat[:2], "--prompts", str(rows)]) == 2
+        said = capsys.readouterr().err
+        assert f"{rows}:1: image: {path}: {error}" in said and "model " not in said, "before the model is loaded"
     assert main([*chat, "--image", str(draw_image(tmp_path / "one.png", 1)), "--no-chat-template"]) == 2
     assert "name one with --chat-template" in capsys.readouterr().err
     assert main(["chat", str(make_model(tmp_path / "text")), "--prompt", "What?", "--chat-template", "chatml",

@@ -113,7 +113,9 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, tiny_recip
     assert psutil.wait_procs(ranks, timeout=30)[1] == [], "no rank trains on alone"
     [(_, saved)] = retention.list_checkpoints(tmp_path / "run")
     assert manifest.find_problems(saved) == []
-    assert "which is saved; the same command resumes from there" in (tmp_path / "output").read_text()
+    said = (tmp_path / "output").read_text()
+    assert "the launcher has ended: saving, then stopping" in said
+    assert "which is saved; the same command resumes from there" in said
 
 
 def test_a_second_signal_ends_a_run_at_once_even_where_it_hangs(
