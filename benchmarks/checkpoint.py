@@ -26,7 +26,7 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from finetune.checkpoint import retention  # noqa: E402
+from finetune.checkpoint import folders  # noqa: E402
 from finetune.checkpoint.manifest import Progress  # noqa: E402
 from finetune.checkpoint.save import Saver  # noqa: E402
 from finetune.config.layout import Sharding  # noqa: E402
@@ -77,7 +77,7 @@ def measure(root: Path, megabytes: int, rounds: int) -> dict[str, Any]:
             stall += train_step(model, optimizer, saver)
             seconds["async stall" if saver.is_async else "sync"].append(stall)
             saver.finish()
-    assert retention.find_newest_valid(root) == retention.step_folder(root, 1 + 2 * rounds)
+    assert folders.find_newest_valid(root) == folders.step_folder(root, 1 + 2 * rounds)
     leave(world)
     middle = {kind: median(values) for kind, values in seconds.items()}
     return {

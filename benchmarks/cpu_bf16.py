@@ -52,8 +52,8 @@ def make_steps() -> dict[str, Callable[[], Any]]:
     from finetune.distributed.collective import DataParallelRank
     from finetune.distributed.parallelize import decoder_layers
     from finetune.models.attention import install_attention
-    from finetune.models.checkpointing import checkpoint_activations
     from finetune.models.cross_entropy import install_loss
+    from finetune.models.decoder_layers import checkpoint_activations
     from finetune.models.load import build_on_meta
     from finetune.optim.build import build_optimizer
     from finetune.pretrained_config import load_config

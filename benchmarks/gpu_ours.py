@@ -129,8 +129,8 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     import torch
 
     from finetune.config.methods import Method
+    from finetune.training.objectives.objective import SFT, Objective
     from finetune.training.objectives.preference import PreferenceObjective
-    from finetune.training.objectives.sft import SFT, Objective
     from finetune.training.reference import without_adapters
     from finetune.training.step import make_guard, train_step
     from finetune.training.throughput import peak_flops, peak_memory_bytes

@@ -32,8 +32,8 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
 
     from finetune.config.schema import Optimization
     from finetune.models.attention import install_attention
-    from finetune.models.checkpointing import compile_layers
     from finetune.models.cross_entropy import install_loss
+    from finetune.models.decoder_layers import compile_layers
     from finetune.optim.build import build_optimizer
 
     def make(
@@ -110,8 +110,8 @@ def checkpointing(rounds: int, tokens: int = 4096) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from finetune.models.attention import install_attention
-    from finetune.models.checkpointing import checkpoint_activations
     from finetune.models.cross_entropy import install_loss
+    from finetune.models.decoder_layers import checkpoint_activations
 
     def make(keeps: Any) -> Any:
         sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 512}

@@ -28,7 +28,7 @@ COMMANDS = {
     "serve-check": "finetune.inference.serve_check:serve_check_command",
     "report": "finetune.report.cli:report_command",
     "convert": "finetune.convert.conversion:convert_command",
-    "checkpoints": "finetune.checkpoint.retention:checkpoints_command",
+    "checkpoints": "finetune.checkpoint.folders:checkpoints_command",
 }
 TAKES_A_RECIPE = ("launch", "plan", "inspect")
 

@@ -16,9 +16,9 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
+from finetune.checkpoint.folders import step_folder
 from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import find_start, fingerprint_inputs, load_start
-from finetune.checkpoint.retention import step_folder
 from finetune.checkpoint.save import Saver
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
@@ -49,8 +49,8 @@ from finetune.terminal import set_library_environment
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
 from finetune.training.objectives.distill import read_teacher_facts
+from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives
 from finetune.training.objectives.policy import PolicyObjective
-from finetune.training.objectives.sft import SFT, Measured, Objective, Objectives
 from finetune.training.reference import evaluating
 from finetune.training.run_folder import fix_template_date, open_run_folder
 from finetune.training.screens import check_offload_dir, explain_out_of_memory

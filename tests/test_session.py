@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune
 from benchmarks.api_page import PAGE, make_page
 from finetune.constants import loss_chunk_tokens
-from finetune.training.objectives.sft import Measured
+from finetune.training.objectives.objective import Measured
 from finetune.training.watch import uninterrupted
 from tests.conftest import make_model
 from tests.ranks import ROOT, launch_ranks, run_command

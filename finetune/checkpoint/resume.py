@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
+from finetune.checkpoint.folders import find_newest_valid, list_checkpoints, rename_damaged
 from finetune.checkpoint.manifest import (
     MANIFEST,
     MODEL,
@@ -25,7 +26,6 @@ from finetune.checkpoint.manifest import (
     read_manifest,
     read_state,
 )
-from finetune.checkpoint.retention import find_newest_valid, list_checkpoints, rename_damaged
 from finetune.checkpoint.save import unwrap_optimizer
 from finetune.checkpoint.shards import (
     get_model_state,

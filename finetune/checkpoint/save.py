@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from finetune.checkpoint.folders import make_staging, prune, publish, refuse_small_disk, staging_folder, step_folder
 from finetune.checkpoint.manifest import MODEL, OPTIMIZER, STATE, Manifest, Progress, complete, hash_recipe
-from finetune.checkpoint.retention import make_staging, prune, publish, refuse_small_disk, staging_folder, step_folder
 from finetune.checkpoint.shards import (
     TensorShard,
     copy_to_host,

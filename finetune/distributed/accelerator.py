@@ -122,7 +122,7 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
         # By size too is by class, once the model exists and can be measured: see parallelize.find_wrap_classes.
         auto_wrap_policy="no_wrap" if sharding.wrapping == "NO_WRAP" else "transformer_based_wrap",
         state_dict_type="SHARDED_STATE_DICT",
-        activation_checkpointing=False,  # the model's own is used: see models/checkpointing.py
+        activation_checkpointing=False,  # the model's own is used: see models/decoder_layers.py
         cpu_ram_efficient_loading=False,
         mixed_precision_policy=_precision(sharding),
         **by_version,

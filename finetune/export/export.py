@@ -12,7 +12,6 @@ from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
 from finetune.export.card import has_chat_template, has_tokenizer, write_metadata
 from finetune.export.formats import PLANNERS
-from finetune.export.merge import refuse_idle
 from finetune.export.merge_choice import choose_merge
 from finetune.export.publish import (
     COMPRESSED,
@@ -32,6 +31,7 @@ from finetune.export.publish import (
 from finetune.export.reload_process import ReloadProcess
 from finetune.export.source import Source, open_source
 from finetune.export.target import TargetModel, describe_target
+from finetune.export.values import refuse_idle
 from finetune.export.verify import start_logits, start_verification
 from finetune.export.write import Weights, make_files, plan_weights, write_weights
 from finetune.units import disk_size

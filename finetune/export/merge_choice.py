@@ -15,10 +15,10 @@ from finetune.data.examples import Examples
 from finetune.distributed.language_model import trunk_of
 from finetune.errors import UserError
 from finetune.export.logits import RoundInputs, Rows, stream
-from finetune.export.merge import choose_written_dtype, find_quantized, find_stored, make_dequantizer, plan_values
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, cast_rows
+from finetune.export.values import choose_written_dtype, find_quantized, find_stored, make_dequantizer, plan_values
 from finetune.files.durable import replace_file
 from finetune.files.run_json import parse_json, read_bounded
 from finetune.models.loss_chunks import LogitTransform

@@ -26,13 +26,12 @@ from safetensors.torch import save_file
 
 from finetune.config.module_names import peft_name
 from finetune.errors import UserError
-from finetune.export import merge as lora
 from finetune.export.logits import stream_logits
-from finetune.export.merge import find_quantized, make_dequantizer
 from finetune.export.publish import ExportOptions
 from finetune.export.reload_process import ReloadProcess, start_reload
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, describe_target, import_transformers, raw_bytes, read_rows, row_blocks
+from finetune.export.values import BASE_LAYER, WeightUpdate, find_parameter_updates, find_quantized, make_dequantizer
 from finetune.export.write import Digests, Weights, ignore
 from finetune.files.tensors import SINGLE_FILE, HeaderEntry, read_files, read_header
 from finetune.models.load import auto_class_of
@@ -189,22 +188,22 @@ def start_logits(
     is_dequantized = weights.merge is not None and weights.merge.onto == "dequantized"
     quantized = find_quantized(source, target) if is_dequantized else frozenset()
     read_dequantized = make_dequantizer(source)
-    model, adapter, ended, merged = target.model, source.adapter, Event(), dict[str, lora.WeightUpdate]()
+    model, adapter, ended, merged = target.model, source.adapter, Event(), dict[str, WeightUpdate]()
     if adapter is not None:
         other = describe_target(source.description, trust_remote_code=trust_remote_code)
-        merged = lora.find_parameter_updates(adapter, target, str(source.path))
+        merged = find_parameter_updates(adapter, target, str(source.path))
         model = _add_adapter(other.model, adapter.config)
 
     def rows(name: str, start: int, stop: int) -> torch.Tensor:
         if ended.is_set():
             raise CancelledError
-        is_base = lora.BASE_LAYER in name or ORIGINAL_MODULE in name
+        is_base = BASE_LAYER in name or ORIGINAL_MODULE in name
         short = peft_name(name)
         if adapter is not None and not is_base:
             for known in (short, target.tied.get(short, short)):  # a tied one that was trained whole is saved once
                 if known in adapter.tensors:
                     return read_rows(adapter.tensors[known], start, stop)
-        name = name.replace(lora.BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
+        name = name.replace(BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
         base = weights.stored[target.tied.get(name, name)]
         values = read_dequantized(base)[start:stop] if name in quantized else read_rows(base, start, stop)
         return merged[name].apply(values.float(), (slice(start, stop),)) if name in merged else values

@@ -16,8 +16,6 @@ from finetune.config.pretrained_adapter import ADAPTER_WEIGHTS, why_unsupported
 from finetune.constants import ADAPTER
 from finetune.distributed.parallelize import Values
 from finetune.errors import UserError
-from finetune.export import merge as lora
-from finetune.export.merge import choose_written_dtype, find_stored, plan_values
 from finetune.export.merge_choice import MergeChoice
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
@@ -30,6 +28,14 @@ from finetune.export.target import (
     raw_bytes,
     row_blocks,
     stored_value,
+)
+from finetune.export.values import (
+    choose_written_dtype,
+    find_quantized,
+    find_stored,
+    find_updates,
+    make_dequantizer,
+    plan_values,
 )
 from finetune.files.durable import sync_folder, write_file
 from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, header_bytes, read_slice
@@ -155,9 +161,9 @@ def plan_weights(
         return Weights((), adapter, dtype, {})
     stored = find_stored(source, target)
     is_asked = bool(options.dtype or source.recipe.get("export_dtype"))
-    onto, read_dequantized = merge.onto if merge else "original", lora.make_dequantizer(source)
+    onto, read_dequantized = merge.onto if merge else "original", make_dequantizer(source)
     planned = plan_values(source, target, stored, dtype, onto, read_dequantized, is_asked=is_asked)
-    quantized = lora.find_quantized(source, target) if onto == "dequantized" else frozenset[str]()
+    quantized = find_quantized(source, target) if onto == "dequantized" else frozenset[str]()
 
     def read_base(name: str, slices: Slices) -> torch.Tensor:
         base = stored[name]
@@ -173,7 +179,7 @@ def _plan_files(
 ) -> Iterator[Value]:
     """The tensors as the files hold them, made from the model's parameters: one file tensor for each expert, where the
     model has one parameter for all experts of a layer."""
-    updates = lora.find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
+    updates = find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
 
     def read(parameter: str, slices: Slices) -> torch.Tensor:
         values = as_floating(read_base(parameter, slices))
@@ -200,7 +206,7 @@ def _plan_files(
 def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: ExportOptions) -> Shard:
     dtype = getattr(torch, options.dtype) if options.dtype and not options.model else None
     if why_unsupported(adapter.config) is None:
-        lora.find_updates(adapter, target, where)  # raises unless it is complete and fits
+        find_updates(adapter, target, where)  # raises unless it is complete and fits
     tensors = dict(adapter.tensors)
     for name, first in target.tied.items():  # peft gives each module that it replaces a copy of its own
         if first in tensors and name.rpartition(".")[0] in (adapter.config.get("modules_to_save") or ()):

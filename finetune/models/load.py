@@ -22,15 +22,15 @@ from finetune.files.hub import download_folder
 from finetune.files.tensors import read_folder
 from finetune.flops import forward_flop_per_token_of
 from finetune.models.attention import install_attention
-from finetune.models.checkpointing import (
+from finetune.models.cpu_products import multiply_in_fp32
+from finetune.models.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
+from finetune.models.decoder_layers import (
     ActivationOffload,
     CudaCopies,
     checkpoint_activations,
     compile_layers,
     use_liger_kernels,
 )
-from finetune.models.cpu_products import multiply_in_fp32
-from finetune.models.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
 from finetune.models.embedding import install_embedding_noise, refuse_frozen_tokens, train_new_tokens
 from finetune.models.expert_parallel import divide_experts
 from finetune.models.experts import (

@@ -63,7 +63,7 @@ class Computation:
         False  # fp32 parameters and residual stream, cast at each matmul (DDP, single); else parameters are
     )
     checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: no layer
-    keeps: str = "nothing"  # what a recomputed layer keeps beside its input; see models/checkpointing.py
+    keeps: str = "nothing"  # what a recomputed layer keeps beside its input; see models/decoder_layers.py
     offloads: bool = False  # recomputed layers keep it in host memory: but for one, or two in the backward
     lora: Lora | None = None
     document_length: int = 0  # tokens; matters where the scores [tokens, tokens] are materialized

@@ -17,7 +17,7 @@ from finetune.distributed.world import World
 from finetune.files.run_json import append_json_lines
 from finetune.models.fake_quantize import round_from_step
 from finetune.models.rotary import depends_on_length
-from finetune.training.objectives.sft import Measured, Objective
+from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.training_run import TrainingRun
 from finetune.training.watch import SignalListener
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from finetune.checkpoint.folders import list_checkpoints, step_folder
 from finetune.checkpoint.manifest import Progress, find_problems, hash_recipe, read_state
 from finetune.checkpoint.resume import list_changes, read_progress
-from finetune.checkpoint.retention import list_checkpoints, step_folder
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import gathers_fp8
 from finetune.config.reader import to_dict
@@ -38,9 +38,9 @@ from finetune.pretrained_config import text_config_of
 from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
 from finetune.training.objectives.distill import Distillation, find_stored_teacher, teacher_flop_per_token
+from finetune.training.objectives.objective import SFT, Objective, Objectives
 from finetune.training.objectives.policy import PolicyObjective, make_policy_objectives
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
-from finetune.training.objectives.sft import SFT, Objective, Objectives
 from finetune.training.reference import find_references
 from finetune.training.run_folder import COMPLETIONS, METRICS, choose_run_name, describe_run, write_data_report
 from finetune.training.run_log import MetricsLog, Tracker, list_trackers, open_tracker

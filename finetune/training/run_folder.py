@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from finetune import __version__
+from finetune.checkpoint.folders import lock_run
 from finetune.checkpoint.resume import refuse_damaged_model
-from finetune.checkpoint.retention import lock_run
 from finetune.config.layout import to_accelerate_config
 from finetune.config.reader import write_recipe
 from finetune.config.schema import Recipe

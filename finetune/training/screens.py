@@ -38,7 +38,7 @@ from finetune.plan.plan import format_plan, make_plan
 from finetune.plan.step_memory import find_peak
 from finetune.pretrained_config import read_facts, text_config_of
 from finetune.training.objectives.distill import StoredTeacher
-from finetune.training.objectives.sft import Objective
+from finetune.training.objectives.objective import Objective
 from finetune.training.run_folder import METRICS
 from finetune.training.run_log import DIVERGED_ADVICE
 from finetune.training.training_run import TrainingRun

@@ -29,7 +29,7 @@ from finetune.models.experts import Routing, find_routing
 from finetune.models.fake_quantize import round_from_step
 from finetune.optim.build import UpdateInBackward
 from finetune.optim.update_rules import seed_from, seed_rounding
-from finetune.training.objectives.sft import SFT, Measured, Objective
+from finetune.training.objectives.objective import SFT, Measured, Objective
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:

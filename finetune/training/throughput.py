@@ -20,7 +20,7 @@ from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import CACHE_VARIABLE
 from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
 from finetune.models.experts import find_routing
-from finetune.training.objectives.sft import Measured
+from finetune.training.objectives.objective import Measured
 from finetune.units import counted
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from finetune.checkpoint.folders import step_folder
 from finetune.checkpoint.manifest import Progress
-from finetune.checkpoint.retention import step_folder
 from finetune.config.schedules import Schedule
 from finetune.config.schema import Recipe
 from finetune.config.user_code import explained, load, place_of
@@ -24,7 +24,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import Preempted, UserError
 from finetune.files.run_json import MAX_DIGITS, parse_json
-from finetune.training.objectives.sft import Objectives
+from finetune.training.objectives.objective import Objectives
 from finetune.training.run_log import MetricsLog
 from finetune.training.watch import Watchdog
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from finetune.checkpoint import manifest, retention
+from finetune.checkpoint import folders, manifest
 from finetune.checkpoint.manifest import read_state
 from finetune.checkpoint.resume import find_checkpoint
 from finetune.errors import UserError
@@ -54,7 +54,7 @@ class Reference:
 
 def read_reference(run_folder: Path, limit: int | None, keeps_best: bool, seconds: float) -> Reference:
     """What the finished run in `run_folder`, which kept every checkpoint, has left."""
-    found = dict(retention.list_checkpoints(run_folder))
+    found = dict(folders.list_checkpoints(run_folder))
     if sorted(found) != list(range(1, STEPS + 1)):
         raise Lost(f"the undisturbed run left the checkpoints {sorted(found)}")
     return Reference(
@@ -98,7 +98,7 @@ def exported(run_folder: Path) -> dict[str, str]:
 def compare_checkpoints(run_folder: Path, reference: Reference, before: set[int], damaged: set[int]) -> set[int]:
     """The steps whose checkpoints are there and sound. `before`: those that were, when the run was last looked at; `damaged`:
     those that were damaged since they were written."""
-    there, sound = dict(retention.list_checkpoints(run_folder)), set()
+    there, sound = dict(folders.list_checkpoints(run_folder)), set()
     for step, path in there.items():
         problems = manifest.find_problems(path)
         if problems and step in damaged:
@@ -149,7 +149,7 @@ def judge_image(
     """Starts the run in `image` as far as its files are concerned, by the functions that a start calls; returns the sound steps.
 
     `names`: of the files whose lines are compared as they are; those of METRICS are once more, after their repair."""
-    retention.lock_run(image)
+    folders.lock_run(image)
     restore_exports(image)
     sound = compare_checkpoints(image, reference, before, damaged)
     try:
@@ -159,7 +159,7 @@ def judge_image(
         if not damaged:
             raise
     resumed = max(sound, default=0)
-    if resumed and found != retention.step_folder(image, resumed):
+    if resumed and found != folders.step_folder(image, resumed):
         raise Lost(f"resumes from {found}, but step {resumed} is sound")
     for name in names:
         compare_lines(image, name, reference, 0)

@@ -27,8 +27,8 @@ from typing import Any
 import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers import AutoTokenizer
 
+from finetune.checkpoint import folders, shards
 from finetune.checkpoint import resume as resuming
-from finetune.checkpoint import retention, shards
 from finetune.checkpoint import save as saving
 from finetune.checkpoint.manifest import Progress
 from finetune.config.layout import Sharding
@@ -74,7 +74,7 @@ def kill_and_resume(root: Path, kills: int, ranks: int, seed: int, seconds: floa
         life = Life(root, root / f"run{runs}", ranks, chance.random() < 0.5, expected)
         victims = tuple(range(ranks)) if chance.random() < 0.5 else (chance.randrange(ranks),)
         outcome = life.run(chance.uniform(0.0, 0.5), victims, chance.choice(PHASES))
-        steps = [step for step, _ in retention.list_checkpoints(life.run_folder)]
+        steps = [step for step, _ in folders.list_checkpoints(life.run_folder)]
         if outcome == "fault" or (saved and (not steps or max(steps) < saved)):
             raise SystemExit(f"life {lives}: step {saved} was saved, {steps} are left\n{life.output()}")
         saved = life.saved() or saved
@@ -167,7 +167,7 @@ class Life:
         recipe = self._recipe()
         world = join(Sharding(layout="fsdp2", use_cpu=True), timeout_seconds=30.0)
         if world.is_main:
-            retention.lock_run(self.run_folder)
+            folders.lock_run(self.run_folder)
         model, optimizer = build(str(self.root / "model"), False, world)
         tokenizer = AutoTokenizer.from_pretrained(self.root / "model")
         progress = resuming.load_start(resuming.find_start(recipe, self.run_folder, world), model, optimizer, world)

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 from transformers import AutoTokenizer
 
-from finetune.checkpoint import manifest, retention, shards
+from finetune.checkpoint import folders, manifest, shards
 from finetune.checkpoint import save as saving
 from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import load_start
@@ -54,7 +54,7 @@ class Run:
 
     def steps(self) -> list[int]:
         self.world.barrier()
-        found = [step for step, _ in retention.list_checkpoints(self.folder)]
+        found = [step for step, _ in folders.list_checkpoints(self.folder)]
         self.world.barrier()
         return found
 
@@ -91,7 +91,7 @@ def an_async_save_holds_the_state_of_its_own_step(run: Run) -> None:
             assert run.digest() != then
             saver.finish()
             assert (
-                load_start(retention.step_folder(run.folder, step + 1), run.model, run.optimizer, run.world).step
+                load_start(folders.step_folder(run.folder, step + 1), run.model, run.optimizer, run.world).step
                 == step + 1
             )
             assert run.digest() == then
@@ -103,7 +103,7 @@ def a_rehearsal_leaves_nothing_behind(run: Run) -> None:
     run.saver().check_save(steps=10)
     run.world.barrier()
     assert not run.optimizer.optimizer.state
-    assert list(retention.checkpoints_folder(run.folder).iterdir()) == []
+    assert list(folders.checkpoints_folder(run.folder).iterdir()) == []
     run.train(0)
     other.train(0)
     assert run.digest() == other.digest()
@@ -113,7 +113,7 @@ def a_rehearsal_leaves_nothing_behind(run: Run) -> None:
 def a_disk_that_fails_at_any_file_publishes_nothing_on_any_rank(run: Run) -> None:
     run.train(0)
     run.saver().save(Progress(step=1))
-    sound = retention.step_folder(run.folder, 1)
+    sound = folders.step_folder(run.folder, 1)
     written = [path.relative_to(sound) for path in sorted(sound.rglob("*")) if path.is_file()]
     assert len([name for name in written if name.suffix == ".safetensors"]) == 2 * run.world.size
     for call, number in (("write", errno.ENOSPC), ("fsync", errno.EIO)):
@@ -133,16 +133,16 @@ def a_disk_that_fails_at_any_file_publishes_nothing_on_any_rank(run: Run) -> Non
                     else:
                         raise AssertionError(f"{call} of {name} failed, and nobody said so")
                 assert run.steps() == [1]
-                assert not retention.staging_folder(run.folder, 2).exists()
+                assert not folders.staging_folder(run.folder, 2).exists()
                 assert manifest.find_problems(sound) == []
     run.saver().save(Progress(step=2))  # the disk is well again
     assert run.steps() == [1, 2]
-    assert retention.find_newest_valid(run.folder) == retention.step_folder(run.folder, 2)
+    assert folders.find_newest_valid(run.folder) == folders.step_folder(run.folder, 2)
 
 
 @scenario
 def a_checkpoint_whose_name_the_disk_has_not_confirmed_is_reported_as_there(run: Run) -> None:
-    published = retention.step_folder(run.folder, 1)
+    published = folders.step_folder(run.folder, 1)
     real = durable.sync_folder
 
     def fail(path: Path) -> None:
@@ -184,7 +184,7 @@ def all_wait_for_a_slow_rank(run: Run) -> None:
     try:
         run.train(0)
         run.saver().save(Progress(step=1))
-        assert written.exists() and retention.find_newest_valid(run.folder) == retention.step_folder(run.folder, 1)
+        assert written.exists() and folders.find_newest_valid(run.folder) == folders.step_folder(run.folder, 1)
     finally:
         saving.write_shards, saving.publish = real, publish
 
@@ -234,7 +234,7 @@ def a_save_resumes_in_a_model_that_has_not_trained(run: Run) -> None:
         run.train(100, saver)
         saver.finish()
     other = Run(run.root, "other-fsdp1", run.world)
-    assert load_start(retention.step_folder(run.folder, 1), other.model, other.optimizer, run.world).step == 1
+    assert load_start(folders.step_folder(run.folder, 1), other.model, other.optimizer, run.world).step == 1
     assert other.digest() == then != run.digest()
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint import manifest, retention
+from finetune.checkpoint import folders, manifest
 from tests.checkpoint import comparing, faults
 from tests.checkpoint.comparing import METRICS, SAMPLES, STEPS, Images, Lost, Reference, Silent
 from tests.checkpoint.lives import Ended, Life, Moment
@@ -127,7 +127,7 @@ class Story:
             steps = sorted(self.sound)
             victims = steps if self.chance.random() < 0.05 else steps[1:] if len(steps) > 1 else []
             for step in self.chance.sample(victims, self.chance.randint(min(1, len(victims)), len(victims))):
-                kind = faults.damage_checkpoint(retention.step_folder(self.run_folder, step), self.chance)
+                kind = faults.damage_checkpoint(folders.step_folder(self.run_folder, step), self.chance)
                 done.append(f"damaged: {kind}")
                 self.sound.discard(step)
                 self.damaged.add(step)
@@ -212,7 +212,7 @@ class Story:
             comparing.compare_export(self.run_folder, self.reference)
         except Lost as what:
             raise type(what)(f"{what}\n{ended.log[-3000:]}") from None
-        there = dict(retention.list_checkpoints(self.run_folder))
+        there = dict(folders.list_checkpoints(self.run_folder))
         self.damaged &= {step for step, path in there.items() if manifest.find_problems(path)}
 
     def _check_end(self, ended: Ended) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from finetune.checkpoint import manifest, retention
+from finetune.checkpoint import folders, manifest
 from finetune.checkpoint.manifest import read_state
 from finetune.cli import main as finetune
 from finetune.export import publish as publishing
@@ -168,7 +168,7 @@ def an_edited_held_out_file_is_said_and_refused_where_it_chooses_the_model() -> 
 
 def adapters_are_neither_resumed_nor_exported_on_another_base() -> None:
     succeeds(start("lora", use_peft=True))
-    checkpoint = retention.step_folder(ROOT / "lora", STEPS)
+    checkpoint = folders.step_folder(ROOT / "lora", STEPS)
     assert set(read_state(checkpoint)["inputs"]) == {"base", "chat_template", "config", "tokenizer"}
     weights = MODEL / "model.safetensors"
     with edited(weights, lambda _: (OTHER / "model.safetensors").read_bytes()):
@@ -183,7 +183,7 @@ def adapters_are_neither_resumed_nor_exported_on_another_base() -> None:
 
 
 def a_damaged_checkpoint_is_no_model_and_no_export() -> None:
-    model = retention.step_folder(ROOT / "full", STEPS) / manifest.MODEL
+    model = folders.step_folder(ROOT / "full", STEPS) / manifest.MODEL
     with edited(next(model.glob("*.safetensors")), flipped):
         is_refused(start("next", model_name_or_path=str(model)), "does not match its checksum; name another checkpoint")
         is_refused(export(model), "does not match its checksum; export another checkpoint of the run")

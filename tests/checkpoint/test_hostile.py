@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint import manifest, retention
+from finetune.checkpoint import folders, manifest
+from finetune.checkpoint.folders import summarize_checkpoints
 from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import find_start, load_start
-from finetune.checkpoint.retention import summarize_checkpoints
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
@@ -92,7 +92,7 @@ def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
     recipe = read_recipe(str(recipe_file))
     model, optimizer = build(str(model_folder), False, world)
     Saver(run_folder, model, optimizer, world, recipe, make_tokenizer()).save(Progress(step=3))
-    checkpoint = retention.step_folder(run_folder, 3)
+    checkpoint = folders.step_folder(run_folder, 3)
     hostile = pickle.dumps(Payload(marker))
     refused = set()
     for path in [p for p in sorted(checkpoint.rglob("*")) if p.is_file()]:
@@ -132,8 +132,8 @@ def vouch_for(checkpoint: Path, path: Path) -> None:
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
-    staging = retention.staging_folder(tmp_path, 1)
-    retention.make_staging(staging)
+    staging = folders.staging_folder(tmp_path, 1)
+    folders.make_staging(staging)
     (tmp_path / "elsewhere").write_bytes(b"")
     names = {"../../elsewhere": durable.checksum(tmp_path / "elsewhere")}
     outside = manifest.Manifest(step=1, layout="single", ranks=1, recipe_sha256="", packages={}, files=names)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint import manifest, retention
+from finetune.checkpoint import folders, manifest
 from finetune.cli import main, read_arguments
 from finetune.files import durable
 from tests.checkpoint.plain_state import state_of
@@ -15,14 +15,14 @@ from tests.checkpoint.plain_state import state_of
 
 def write_checkpoint(run_folder: Path, step: int, content: bytes = b"weights", **changed: Any) -> Path:
     """A published checkpoint of one file in each part."""
-    staging = retention.staging_folder(run_folder, step)
-    retention.make_staging(staging)
+    staging = folders.staging_folder(run_folder, step)
+    folders.make_staging(staging)
     names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors"]
     written = {name: durable.write_file(staging / name, [content, str(step).encode()]) for name in names}
     written[manifest.STATE] = durable.write_file(staging / manifest.STATE, [state_of(step)])
     facts: dict[str, Any] = {"step": step, "layout": "single", "ranks": 1, "recipe_sha256": "", "packages": {}}
     manifest.complete(staging, manifest.Manifest(files=written, **facts | changed))
-    return retention.publish(run_folder, staging, step)
+    return folders.publish(run_folder, staging, step)
 
 
 def test_the_newest_is_the_highest_step_whatever_the_clock_says(tmp_path: Path) -> None:
@@ -31,9 +31,9 @@ def test_the_newest_is_the_highest_step_whatever_the_clock_says(tmp_path: Path) 
     for step in (30, 10, 20):
         checkpoint = write_checkpoint(tmp_path, step)
         os.utime(checkpoint, (0, 1_000_000 - step))
-    assert retention.find_newest_valid(tmp_path) == retention.step_folder(tmp_path, 30)
-    retention.prune(tmp_path, newest=30, keep=2)
-    assert [step for step, _ in retention.list_checkpoints(tmp_path)] == [20, 30]
+    assert folders.find_newest_valid(tmp_path) == folders.step_folder(tmp_path, 30)
+    folders.prune(tmp_path, newest=30, keep=2)
+    assert [step for step, _ in folders.list_checkpoints(tmp_path)] == [20, 30]
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
     newer = write_checkpoint(tmp_path, 2)
     (newer / manifest.STATE).unlink()
     logged: list[str] = []
-    assert retention.find_newest_valid(tmp_path, logged.append) == retention.step_folder(tmp_path, 1)
+    assert folders.find_newest_valid(tmp_path, logged.append) == folders.step_folder(tmp_path, 1)
     assert logged == [f"{newer}: passed over: state.json is missing"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from finetune.checkpoint import manifest, retention
+from finetune.checkpoint import folders, manifest
 from finetune.cli import main
 from finetune.files.tensors import read, read_folder
 from tests.ranks import ROOT, run_python
@@ -34,7 +34,7 @@ def test_a_run_of_993aeb8_resumes_with_its_own_next_losses_and_is_exported(
     assert "verified" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(place / "out").config.hidden_size == 16
     if kind == "full":
-        checkpoint = read_folder(retention.step_folder(place / kind, 2) / manifest.MODEL)
+        checkpoint = read_folder(folders.step_folder(place / kind, 2) / manifest.MODEL)
         for name, tensor in read_folder(place / "out").items():
             assert bool((read(tensor) == read(checkpoint[name])).all()), name
 

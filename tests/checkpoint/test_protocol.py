@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint import manifest, retention
+from finetune.checkpoint import folders, manifest
 from finetune.files import durable
 from tests.checkpoint.plain_state import state_of
 
@@ -91,15 +91,15 @@ class Disk:
 
 def write_checkpoint(run_folder: Path, step: int, content: bytes) -> None:
     """One save as a world of one does it: stage, complete, publish, prune."""
-    staging = retention.staging_folder(run_folder, step)
-    retention.make_staging(staging)
+    staging = folders.staging_folder(run_folder, step)
+    folders.make_staging(staging)
     names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors"]
     written = {name: durable.write_file(staging / name, [content, name.encode()]) for name in names}
     written[manifest.STATE] = durable.write_file(staging / manifest.STATE, [state_of(step)])
     described = manifest.Manifest(step=step, layout="single", ranks=1, recipe_sha256="", packages={}, files=written)
     manifest.complete(staging, described)
-    retention.publish(run_folder, staging, step)
-    retention.prune(run_folder, step, keep=KEEP)
+    folders.publish(run_folder, staging, step)
+    folders.prune(run_folder, step, keep=KEEP)
 
 
 @dataclass(frozen=True)
@@ -140,15 +140,15 @@ def test_no_published_checkpoint_is_ever_lost(
         root = tmp_path / str(kill)
         story.begin(root)
         ended = story.run_until(kill, root, monkeypatch, power_cut)
-        retention.remove_leftovers(root)  # what the next start does first
-        found = {step: manifest.find_problems(path) for step, path in retention.list_checkpoints(root)}
+        folders.remove_leftovers(root)  # what the next start does first
+        found = {step: manifest.find_problems(path) for step, path in folders.list_checkpoints(root)}
         assert not any(found.values()), f"killed at operation {kill}: {found}"
         ever = {*story.before, *found} | ({story.step} if ended else set())
         assert set(sorted(ever)[-KEEP:]) <= found.keys(), f"killed at operation {kill}: only {list(found)} are left"
-        left = {path.name for path in retention.checkpoints_folder(root).glob("*")}
+        left = {path.name for path in folders.checkpoints_folder(root).glob("*")}
         assert left == {f"step-{step:08d}" for step in found}, f"killed at operation {kill}: {left}"
         write_checkpoint(root, 9, b"the run continues")
-        assert retention.find_newest_valid(root) == retention.step_folder(root, 9)
+        assert folders.find_newest_valid(root) == folders.step_folder(root, 9)
         if ended:
             print(f"killed at each of {kill - 1} operations")
             return
@@ -161,6 +161,6 @@ def test_the_disk_of_these_tests_loses_what_was_not_synced(tmp_path: Path, monke
         patch.setattr(durable, "sync_folder", lambda path: None)
         disk = Disk(tmp_path, 1000, patch)
         write_checkpoint(tmp_path, story.step, b"newer")
-    assert retention.find_newest_valid(tmp_path) == retention.step_folder(tmp_path, story.step)
+    assert folders.find_newest_valid(tmp_path) == folders.step_folder(tmp_path, story.step)
     disk.power_cut()
-    assert retention.find_newest_valid(tmp_path) is None
+    assert folders.find_newest_valid(tmp_path) is None

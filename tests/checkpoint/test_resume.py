@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.checkpoint import manifest, retention
+from finetune.checkpoint import folders, manifest
 from tests.conftest import make_chat, make_model
 from tests.ranks import ROOT, Finished, launch_ranks, start_ranks
 
@@ -71,7 +71,7 @@ def stopped_at(place: Place, step: int, name: str) -> Path:
     """A copy of the whole run as it was when the checkpoint of `step` was its newest."""
     run_folder = place.root / name
     shutil.copytree(place.root / "whole", run_folder)
-    for later in [path for number, path in retention.list_checkpoints(run_folder) if number > step]:
+    for later in [path for number, path in folders.list_checkpoints(run_folder) if number > step]:
         shutil.rmtree(later)
     return run_folder
 
@@ -84,7 +84,7 @@ def metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 def tensors(run_folder: Path, step: int) -> dict[str, Any]:
     """The checksums of every tensor file of a checkpoint."""
-    entries = manifest.read_manifest(retention.step_folder(run_folder, step)).files
+    entries = manifest.read_manifest(folders.step_folder(run_folder, step)).files
     return {name: entry for name, entry in entries.items() if name.endswith(".safetensors")}
 
 
@@ -92,7 +92,7 @@ def kill_after(step: int, run_folder: Path, begin: list[str], ranks: int) -> Non
     """Starts a run and kills all its ranks once the checkpoint of `step` is there."""
     running = start_ranks(RUN, begin, ranks=ranks)
     deadline = time.monotonic() + 120
-    while not retention.step_folder(run_folder, step).exists():
+    while not folders.step_folder(run_folder, step).exists():
         assert all(p.poll() is None for p in running.processes) and time.monotonic() < deadline, running.output(0)
         time.sleep(0.01)
     running.kill()
@@ -144,7 +144,7 @@ def test_a_run_resumes_in_any_layout_and_on_any_number_of_ranks(place: Place, la
 def test_what_any_layout_has_written_resumes_as_fsdp2(place: Place, layout: str, ranks: int) -> None:
     name = f"from-{layout}{ranks}"
     place.run(name, layout, ranks).check()
-    for later in [path for step, path in retention.list_checkpoints(place.root / name) if step > SAVED]:
+    for later in [path for step, path in folders.list_checkpoints(place.root / name) if step > SAVED]:
         shutil.rmtree(later)
     place.run(name, "fsdp2", 2).check()
     for one, other in zip(metrics(place.root / name), metrics(place.root / "whole"), strict=True):
@@ -189,7 +189,7 @@ def test_what_a_recipe_may_change_on_the_way(place: Place) -> None:
 def test_a_damaged_checkpoint_is_named_and_passed_over_without_a_network(place: Place) -> None:
     """The network is unreachable too: nothing local is requested over it."""
     run_folder = stopped_at(place, STEPS, "damaged")
-    newest = retention.step_folder(run_folder, STEPS)
+    newest = folders.step_folder(run_folder, STEPS)
     weights = next((newest / manifest.MODEL).glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint import retention
+from finetune.checkpoint import folders
 from tests.conftest import make_chat, make_model
 from tests.ranks import ROOT, launch_ranks, run_python
 
@@ -57,7 +57,7 @@ def test_a_run_killed_at_random_moments_loses_nothing(kills: int) -> None:
 
 
 def test_a_second_run_in_one_folder_is_refused(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
-    retention.lock_run(tmp_path / "run")  # as this process's own run would
+    folders.lock_run(tmp_path / "run")  # as this process's own run would
     before = sorted((tmp_path / "run").rglob("*"))
     refused = launch_ranks(RUN, ["--recipe", str(tiny_recipe())], ranks=1)
     assert refused.returncodes == (2,)

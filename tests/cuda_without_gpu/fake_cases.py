@@ -18,8 +18,8 @@ from finetune.distributed.world import World
 from finetune.models.load import load_teacher
 from finetune.models.log_probabilities import DivergenceOptions
 from finetune.training.objectives.distill import Distillation, StoredTeacher
+from finetune.training.objectives.objective import SFT, Objective
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
-from finetune.training.objectives.sft import SFT, Objective
 from finetune.training.reference import Reference, StoredReference, without_adapters
 from tests.models.families import FAMILIES
 

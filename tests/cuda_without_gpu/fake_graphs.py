@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.config.schema import Model
 from finetune.models import load
-from finetune.models.checkpointing import compile_layers
+from finetune.models.decoder_layers import compile_layers
 from tests.cuda_without_gpu.fake_cases import CASES, Case, config_of, make_micro_batch
 from tests.cuda_without_gpu.fake_steps import joined, pretend
 

@@ -24,11 +24,11 @@ from finetune.data.examples import Prompt
 from finetune.distributed.world import World, join, leave
 from finetune.models import attention_kernels as document_attention
 from finetune.models import load
-from finetune.models.checkpointing import compile_layers
+from finetune.models.decoder_layers import compile_layers
 from finetune.models.experts import find_routing
 from finetune.optim.build import build_optimizer
 from finetune.training.evaluate import answer, measure_held_out
-from finetune.training.objectives.sft import SFT
+from finetune.training.objectives.objective import SFT
 from finetune.training.step import make_guard, train_step
 from tests.conftest import make_model, make_tokenizer
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex

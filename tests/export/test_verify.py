@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from finetune.cli import main
 from finetune.errors import UserError
 from finetune.export import export as exporting
-from finetune.export import merge as merging
-from finetune.export import reload_process, target, verify
+from finetune.export import reload_process, target, values, verify
 from finetune.export import verify as read_back
 from finetune.export import write as shard_files
 from finetune.export.write import Digests, Weights
@@ -108,7 +107,7 @@ def test_a_tensor_that_was_read_wrongly_is_found_by_the_logits(
     tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files then hold what was read, so that no digest differs."""
-    stored_value = merging.stored_value
+    stored_value = values.stored_value
 
     def misread(stored: StoredTensor, name: str, dtype: torch.dtype) -> target.Value:
         value = stored_value(stored, name, dtype)
@@ -116,7 +115,7 @@ def test_a_tensor_that_was_read_wrongly_is_found_by_the_logits(
             return value
         return replace(value, rows=lambda start, stop: value.rows(start, stop) + 0.001)
 
-    monkeypatch.setattr(merging, "stored_value", misread)
+    monkeypatch.setattr(values, "stored_value", misread)
     assert export(tiny_llama(), tmp_path) == 2
     assert "in a separate process the logits differ by" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()

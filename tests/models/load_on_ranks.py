@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from finetune.checkpoint.folders import list_checkpoints
 from finetune.checkpoint.manifest import Progress
-from finetune.checkpoint.retention import list_checkpoints
 from finetune.checkpoint.save import Saver
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.layout import Sharding

@@ -17,7 +17,7 @@ from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.models import attention as documents
 from finetune.models import load
-from finetune.models.checkpointing import compile_layers
+from finetune.models.decoder_layers import compile_layers
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from tests.cuda_without_gpu.steps_on_ranks import CountingBackend, micro_batch

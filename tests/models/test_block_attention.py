@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from finetune.models import attention_kernels as block_attention
 from finetune.models import attention_kernels as document_attention
 from finetune.models.attention_kernels import ScoreOptions, attend_in_blocks, find_windows, make_masks
-from finetune.models.checkpointing import checkpoint_activations, compile_layers
+from finetune.models.decoder_layers import checkpoint_activations, compile_layers
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.models.families import WINDOW, build, documents, gradients, ours, packed, padded, relative_error
 from tests.models.test_attention import EXACT, GRADIENT_EXACT

@@ -18,8 +18,8 @@ from finetune.config.schema import Lora
 from finetune.distributed.parallelize import local_part
 from finetune.models import attention_kernels as kernels
 from finetune.models.attention import install_attention
-from finetune.models.checkpointing import checkpoint_activations, compile_layers
 from finetune.models.cross_entropy import install_loss
+from finetune.models.decoder_layers import checkpoint_activations, compile_layers
 from finetune.models.expert_parallel import DividedExperts, divide_layer
 from finetune.models.experts import (
     choose_experts_implementation,

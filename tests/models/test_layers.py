@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.models.checkpointing import checkpoint_activations, compile_layers, decoder_layers, use_liger_kernels
+from finetune.models.decoder_layers import checkpoint_activations, compile_layers, decoder_layers, use_liger_kernels
 from tests.models.families import build, documents, gradients, ours, packed, relative_error
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finetune.config.families import FAMILIES
-from finetune.models.checkpointing import checkpoint_activations
+from finetune.models.decoder_layers import checkpoint_activations
 from tests.conftest import slow_but
 from tests.models import sweep
 from tests.models.families import documents, gradients, ours, packed, padded, plain_loss, relative_error

@@ -13,8 +13,8 @@ from finetune.config.layout import MixedPrecision, Sharding
 from finetune.config.schema import Lora
 from finetune.distributed.parallelize import local_part
 from finetune.models.attention import install_attention
-from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
+from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.expert_parallel import divide_layer
 from finetune.models.experts import GROUPED, expert_modules, keep_factors, register_grouped, set_experts_implementation
 from finetune.models.lora import add_adapters, fuse_adapters

@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.models.attention import install_attention
-from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.cross_entropy import install_loss
+from finetune.models.decoder_layers import checkpoint_activations
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.advice import advise
 from finetune.plan.architecture import read_architecture

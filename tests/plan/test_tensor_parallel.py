@@ -19,8 +19,8 @@ from finetune.distributed.parallelize import local_part
 from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.errors import UserError
 from finetune.models.attention import install_attention
-from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
+from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.lora import add_adapters
 from finetune.models.loss_chunks import ChunkOptions, VocabularyShard, choose_chunk_tokens
 from finetune.plan.activations import Computation, kept_bytes

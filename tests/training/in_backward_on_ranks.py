@@ -27,7 +27,7 @@ from finetune.models import cpu_products
 from finetune.models.load import load_model
 from finetune.optim.build import UpdateInBackward, build_optimizer
 from finetune.plan.plan import make_plan
-from finetune.training.objectives.sft import SFT
+from finetune.training.objectives.objective import SFT
 from finetune.training.step import make_guard, train_step
 from tests.forked_ranks import fork_ranks, import_all, wait
 from tests.plan.traced import allocated_peak

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from finetune.checkpoint.retention import step_folder
+from finetune.checkpoint.folders import step_folder
 from finetune.files.tensors import read, read_folder
 from tests.ranks import launch_ranks
 

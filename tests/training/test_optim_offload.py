@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint.retention import step_folder
+from finetune.checkpoint.folders import step_folder
 from finetune.config.reader import read_recipe
 from finetune.errors import UserError
 from tests.conftest import make_chat, make_model

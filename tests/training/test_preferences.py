@@ -20,8 +20,8 @@ from finetune.data.batches import MicroBatch, StepBatch, make_filler
 from finetune.distributed.world import World
 from finetune.models.cross_entropy import CrossEntropyHead
 from finetune.models.loss_chunks import LogitTransform
+from finetune.training.objectives.objective import Measured
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
-from finetune.training.objectives.sft import Measured
 from finetune.training.reference import _compute, _read, _write
 from finetune.training.watch import SignalListener
 from tests.models.families import relative_error

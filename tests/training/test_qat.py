@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from finetune.checkpoint.retention import step_folder
+from finetune.checkpoint.folders import step_folder
 from finetune.config.module_names import peft_name
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware

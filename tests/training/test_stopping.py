@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.checkpoint import manifest, retention
+from finetune.checkpoint import folders, manifest
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
 from finetune.training.watch import ECHO_SECONDS, EXIT_HUNG, SignalListener
 from tests.conftest import make_tokenizer
@@ -57,14 +57,14 @@ def test_signals_are_agreed_on_by_all_ranks(tmp_path: Path, tiny_recipe: Callabl
     recipe = tiny_recipe(max_steps=FOR_EVER, export_at_end=False, async_save=True)
     with running(recipe) as started:
         os.kill(started.processes[1].pid, signal.SIGUSR1)
-        wait_for(lambda: bool(retention.list_checkpoints(tmp_path / "run")), started)
-        [(saved, _)] = retention.list_checkpoints(tmp_path / "run")
+        wait_for(lambda: bool(folders.list_checkpoints(tmp_path / "run")), started)
+        [(saved, _)] = folders.list_checkpoints(tmp_path / "run")
         wait_for(lambda: has_made(saved + 1, started), started)
         os.kill(started.processes[1].pid, signal.SIGTERM)
         ended = started.wait(PATIENCE_SECONDS)
     assert ended.returncodes == (EXIT_PREEMPTED, EXIT_PREEMPTED), ended.outputs
     assert "SIGTERM: saving, then stopping; send it again to stop at once" in ended.outputs[1]
-    last, newest = retention.list_checkpoints(tmp_path / "run")[-1]
+    last, newest = folders.list_checkpoints(tmp_path / "run")[-1]
     assert (
         f"stopped by a signal after step {last} of {FOR_EVER}, which is saved; the same command resumes from there"
         in ended.outputs[0]
@@ -111,7 +111,7 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, tiny_recip
     launcher.wait()
     assert len(ranks) == 2
     assert psutil.wait_procs(ranks, timeout=30)[1] == [], "no rank trains on alone"
-    [(_, saved)] = retention.list_checkpoints(tmp_path / "run")
+    [(_, saved)] = folders.list_checkpoints(tmp_path / "run")
     assert manifest.find_problems(saved) == []
     said = (tmp_path / "output").read_text()
     assert "the launcher has ended: saving, then stopping" in said
@@ -180,7 +180,7 @@ def test_a_step_that_is_not_finite_is_refused_before_the_update(
     named = text.split("loss nan, examples ")[1].split(")")[0]
     assert "5" in named.split(", "), "the id of the example"
     assert "rank 0: loss nan" in text or "rank 1: loss nan" in text
-    for _, checkpoint in retention.list_checkpoints(tmp_path / "run"):
+    for _, checkpoint in folders.list_checkpoints(tmp_path / "run"):
         for file in (checkpoint / manifest.MODEL).glob("*.safetensors"):
             for name, tensor in load_file(file).items():
                 assert "embed_tokens" in name or torch.isfinite(tensor).all(), "no update was made from it"

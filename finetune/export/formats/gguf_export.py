@@ -34,10 +34,10 @@ from finetune.export.formats.gguf_model import (
 )
 from finetune.export.formats.gguf_tokenizer import GgufVocabulary, describe_tokenizer, write_tokenizer
 from finetune.export.logits import prompts
-from finetune.export.merge import scale_of
 from finetune.export.publish import LLAMA_CPP, ExportOptions, is_installed
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, stored_value
+from finetune.export.values import scale_of
 from finetune.export.write import Weights
 from finetune.terminal import progress_bar
 from finetune.units import disk_size

@@ -36,7 +36,7 @@ from finetune.models.cross_entropy import HeadFunction
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import DivergenceOptions, TopScores, head_divergence
 from finetune.pretrained_config import load_config, read_facts
-from finetune.training.objectives.sft import Measured, Objective
+from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.reference import documents_of, hash_inputs, steps_of
 from finetune.units import counted
 

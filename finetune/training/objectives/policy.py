@@ -25,8 +25,8 @@ from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Engine, Rollout
 from finetune.rollout.rewards import Rewards
 from finetune.rollout.vllm import VllmEngine
+from finetune.training.objectives.objective import Measured, Objective, Objectives
 from finetune.training.objectives.preference import mean
-from finetune.training.objectives.sft import Measured, Objective, Objectives
 from finetune.training.reference import adapters_off, evaluating
 
 CORRECTED = ("importance_sampling/ratio", "importance_sampling/corrected")  # its mean, and the share outside the bounds

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from finetune.config.methods import Method
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
-from finetune.training.objectives.sft import Measured, Objective
+from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.reference import Reference, evaluating, sum_log_probabilities
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint import manifest, retention
+from finetune.checkpoint import folders, manifest
+from finetune.checkpoint.folders import format_list, summarize_checkpoints
 from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import find_start, load_start
-from finetune.checkpoint.retention import format_list, summarize_checkpoints
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
@@ -54,20 +54,20 @@ class Run:
 
     def start(self) -> int:
         """The step at which the next start resumes."""
-        retention.remove_leftovers(self.folder)
+        folders.remove_leftovers(self.folder)
         start = find_start(self._recipe(None), self.folder, self.world)
         return load_start(start, self.model, self.optimizer, self.world).step
 
     def damage(self, *steps: int) -> None:
         """Flips a byte of the weights: the sizes stay right."""
         for step in steps:
-            weights = next((retention.step_folder(self.folder, step) / manifest.MODEL).glob("*.safetensors"))
+            weights = next((folders.step_folder(self.folder, step) / manifest.MODEL).glob("*.safetensors"))
             content = bytearray(weights.read_bytes())
             content[-1] ^= 1
             weights.write_bytes(content)
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in retention.checkpoints_folder(self.folder).iterdir() if path.name[0] != ".")
+        return sorted(path.name for path in folders.checkpoints_folder(self.folder).iterdir() if path.name[0] != ".")
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_with_a_limit_of_one_the_step_just_published_stays(run: Run) -> None:
 
 def test_later_checkpoints_that_are_not_known_to_be_sound_are_neither_counted_nor_removed(run: Run) -> None:
     run.save(2, 4, 10)
-    assert retention.prune(run.folder, newest=4, keep=1) == []
+    assert folders.prune(run.folder, newest=4, keep=1) == []
     assert run.names() == ["step-00000004", "step-00000010"]
 
 
@@ -113,8 +113,8 @@ def test_an_old_step_that_is_a_link_is_pruned_and_what_it_leads_to_stays(run: Ru
     run.save(1)
     elsewhere = run.root / "another disk" / "step-00000001"
     elsewhere.parent.mkdir()
-    retention.step_folder(run.folder, 1).rename(elsewhere)
-    retention.step_folder(run.folder, 1).symlink_to(elsewhere)
+    folders.step_folder(run.folder, 1).rename(elsewhere)
+    folders.step_folder(run.folder, 1).symlink_to(elsewhere)
     run.save(2, limit=1)
     assert run.names() == ["step-00000002"]
     assert (elsewhere / manifest.MANIFEST).exists()
@@ -140,7 +140,7 @@ def test_what_cannot_be_removed_is_reported_and_stops_neither_the_save_nor_the_n
         assert "step-00000001: an old checkpoint that could not be removed: Directory not empty" in said
         assert run.start() == 2
     assert run.start() == 2
-    assert not list(retention.checkpoints_folder(run.folder).glob(".pruned-*"))
+    assert not list(folders.checkpoints_folder(run.folder).glob(".pruned-*"))
 
 
 MANIFESTS: dict[str, Any] = {
@@ -168,7 +168,7 @@ STATES = {
 @pytest.mark.parametrize("forged", [*MANIFESTS, *(f"state: {name}" for name in STATES), "deep"])
 def test_a_forged_checkpoint_is_passed_over_for_the_one_before_it(run: Run, forged: str) -> None:
     run.save(1, 2)
-    newest = retention.step_folder(run.folder, 2)
+    newest = folders.step_folder(run.folder, 2)
     content = json.loads((newest / manifest.MANIFEST).read_text())
     del content["checksum"]
     if forged == "deep":
