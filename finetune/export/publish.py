@@ -246,7 +246,8 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 def check_push(repository: str) -> None:
     """Raises `UserError` where the hub would refuse an upload to `repository`: by its name, or without a token."""
     from huggingface_hub import get_token  # takes most of a second
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(repository)
