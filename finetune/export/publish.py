@@ -312,9 +312,8 @@ def use_model(
     is_plain = not set(code) & set('"$`\\!')  # what double quotes of a shell leave as it is
     commands = {"transformers": f'python -c "{code}"' if is_plain else shlex.join(["python", "-c", code])}
     if is_vision_language:  # another pipeline, which an image's message fits better than a line of a shell
-        commands = {
-            "finetune": f"finetune chat {shlex.quote(str(folder))} --image IMAGE --prompt {shlex.quote(QUESTION)}"
-        }
+        chat = ["finetune", "chat", str(folder), "--image", "IMAGE", "--prompt", "What is this?"]
+        commands = {"finetune": shlex.join(chat)}
     commands |= {"vLLM": f"vllm serve {shlex.quote(str(folder))}"}
     if opens_in_mlx and not is_vision_language:
         commands["MLX"] = shlex.join(["mlx_lm.generate", "--model", str(folder), "--prompt", QUESTION])

@@ -6,6 +6,7 @@ reach attention past the parts that would not pass them on.
 """
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +75,8 @@ def record_outputs(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
+    # FSDP2 warns of in-place changes to what a projector returns; transformers scatters it into a new tensor.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
 @contextmanager
