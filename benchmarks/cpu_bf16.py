@@ -46,6 +46,7 @@ def make_steps() -> dict[str, Callable[[], Any]]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from benchmarks.techniques import step_of
+    from finetune.config.pretrained import load_config
     from finetune.config.reader import read_recipe
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
@@ -56,7 +57,6 @@ def make_steps() -> dict[str, Callable[[], Any]]:
     from finetune.models.decoder_layers import checkpoint_activations
     from finetune.models.load import build_on_meta
     from finetune.optim.build import build_optimizer
-    from finetune.pretrained_config import load_config
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     recipe = read_recipe("quickstart", {})

@@ -185,10 +185,10 @@ def flop_per_token(case: Case) -> float:
     """6N + 12LHQT; under LoRA 4N, and by DPO 2N more for the reference."""
     import torch
 
+    from finetune.config.pretrained import load_config
     from finetune.config.schema import Model
     from finetune.flops import flop_per_token_of, forward_flop_per_token_of
     from finetune.models.load import build_on_meta, count_parameters
-    from finetune.pretrained_config import load_config
 
     config = load_config(Model(model_config=case.model))
     multiplied = count_parameters(build_on_meta(config, torch.float32)).multiplied

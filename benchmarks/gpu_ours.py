@@ -80,11 +80,11 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, Any]:
 
     from finetune.config.accelerate_file import read_sharding
     from finetune.config.module_names import base_name
+    from finetune.config.pretrained import load_config
     from finetune.config.reader import read_recipe
     from finetune.distributed.world import join
     from finetune.models import load
     from finetune.optim.build import build_optimizer
-    from finetune.pretrained_config import load_config
 
     config_file, recipe_file = workspace / "accelerate.yaml", workspace / "recipe.yaml"
     layout = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}

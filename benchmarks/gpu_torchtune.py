@@ -122,9 +122,9 @@ class Weights:
         import torch
         from torchtune.models.convert_weights import hf_to_tune
 
+        from finetune.config.pretrained import load_config
         from finetune.config.schema import Model
         from finetune.models.load import build_on_meta
-        from finetune.pretrained_config import load_config
 
         case: Case = _running["case"]
         model = build_on_meta(load_config(Model(model_config=case.model)), torch.float32)

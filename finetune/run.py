@@ -22,7 +22,7 @@ from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import with_recipe_keys
 from finetune.config.layout import Sharding
-from finetune.config.pretrained_adapter import complete_lora
+from finetune.config.pretrained import complete_lora
 from finetune.config.reader import find_file, read_overrides, read_recipe
 from finetune.config.schema import Recipe
 from finetune.config.yaml_file import find_yaml

@@ -25,8 +25,8 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import Sharding
 from finetune.config.module_names import adopt_published_names
-from finetune.config.pretrained_adapter import complete_lora
-from finetune.config.schedules import compute_learning_rate
+from finetune.config.optimization import compute_learning_rate
+from finetune.config.pretrained import complete_lora, load_config, read_facts, trained_config
 from finetune.config.schema import Recipe
 from finetune.config.user_code import expect_recipe, explained, place_of
 from finetune.constants import EXPORT
@@ -44,7 +44,6 @@ from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
 from finetune.plan.architecture import find_local_facts
-from finetune.pretrained_config import load_config, read_facts, trained_config
 from finetune.terminal import set_library_environment
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from finetune.training.lifecycle import make_objectives, prompt_ids, start_run

@@ -12,11 +12,11 @@ from transformers import AutoConfig
 
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.pretrained import is_vision_language, load_config, text_config_of
 from finetune.config.reader import RECIPES, read_recipe, to_dict, write_recipe
 from finetune.distributed.parallelize import find_wrap_classes
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
-from finetune.pretrained_config import is_vision_language, load_config, text_config_of
 
 FILES = sorted(RECIPES.glob("*.yaml"))
 

@@ -35,10 +35,11 @@ from finetune.checkpoint.shards import (
     set_model_state,
     set_optimizer_state,
 )
+from finetune.config.keys import keys_of, leaves
 from finetune.config.methods import SHIPPED_REWARDS
-from finetune.config.pretrained_adapter import find_adapter
+from finetune.config.pretrained import find_adapter
 from finetune.config.reader import to_dict
-from finetune.config.schema import NESTED, Model, Recipe, compute_global_batch_size, keys_of, leaves, recipe_keys
+from finetune.config.schema import NESTED, Model, Recipe, compute_global_batch_size, recipe_keys
 from finetune.config.user_code import file_of
 from finetune.constants import CONFIG_FILE
 from finetune.data.prepare import PreparedData

@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.config import layout_rules, method_rules, model_rules, recipe_rules
-from finetune.config.facts import BF16, Case, MachineFacts, ModelFacts, Problem, Rule, has_fp8, is_quantized, is_set
+from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
 from finetune.config.optimization import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
 from finetune.config.quantization import LOAD_KEYS
+from finetune.config.rule import BF16, Case, Problem, Rule, has_fp8, is_quantized, is_set
 from finetune.config.schema import Recipe
 from finetune.errors import UserError
 

@@ -1,19 +1,20 @@
-"""What a rule may look at: the recipe, the layout, facts about the model and the machine. Imports no torch."""
+"""Facts about a model, by its config and by transformers' source, and about the machine. Imports no torch."""
 
 import importlib.util
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
-from finetune.config.families import Family, find_family, read_family_source
+from finetune.config.families import Family, find_family
 from finetune.config.layout import Sharding
-from finetune.config.quantization import name_load_key, quantize_teacher, read_published_form, read_stored_quantization
-from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
+from finetune.config.quantization import read_published_form, read_stored_quantization
+from finetune.config.schema import Quantization, Recipe
 from finetune.errors import UserError
 
-Need = Literal["layout", "model", "machine"]
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_COUNTS = (
     "num_experts_per_tok",
@@ -109,201 +110,6 @@ class MachineFacts:
     is_hip: bool = False
     liger_families: frozenset[str] | None = None  # None: not known
     has_package: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A run to judge. A rule reads `layout`, `model` and `machine` only where it says that it needs them."""
-
-    recipe: Recipe
-    layout: Sharding
-    model: ModelFacts
-    machine: MachineFacts
-    ranks: int = 1
-    steps: int | None = None  # of the run, where the data has been read or max_steps says it
-    is_teacher: bool = False  # whether `model` is the teacher
-    images: str | None = None  # the family of the whole model, once rows with images have been read
-
-    @property
-    def shards(self) -> int:
-        """Ranks that hold a replica of the model, or of a stage's layers, between them under FSDP2."""
-        return self.ranks // (self.layout.pipeline_parallel_size * (self.layout.replicate_size or 1))
-
-    def __getitem__(self, key: str) -> Any:
-        """The value of a recipe's key, or the attribute of this name."""
-        found = recipe_keys().get(key)
-        return getattr(self, key) if found is None else getattr(getattr(self.recipe, found.section), key)
-
-    @property
-    def name(self) -> str:
-        """The model, for messages."""
-        keys = self.recipe.method if self.is_teacher else self.recipe.model
-        name = keys.teacher_model_name_or_path if keys is self.recipe.method else self.recipe.model.model_name_or_path
-        return name or "model_config"
-
-    @property
-    def quantization(self) -> Quantization:
-        """How the model is kept: as its files are quantized, else as the recipe says."""
-        stored: Quantization | None = getattr(self.model, "quantization", None)
-        return stored or (quantize_teacher(self.recipe.method) if self.is_teacher else self.recipe.quantization)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a vision tower is loaded with the model."""
-        return self.model.vision and not self.recipe.model.drop_vision
-
-    @property
-    def load_key(self) -> str:
-        """The key that asks for the quantization."""
-        return name_load_key(self.quantization, of_teacher=self.is_teacher)
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows in an optimizer step over all ranks."""
-        return compute_global_batch_size(self.recipe.batch, self.ranks // self.layout.ranks_per_batch)
-
-    @property
-    def precision(self) -> str:
-        """`mixed_precision` as the Accelerate file has it."""
-        return "fp8" if self.layout.fp8 is not None else self.layout.mixed_precision
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """What a rule found: `place` is a file with its line, or the command line."""
-
-    rule: str
-    place: str
-    sentence: str
-    fix: Mapping[str, Any] | None = None
-    is_note: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.sentence}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One thing that does not work, or has no effect.
-
-    `keys` are those that it reads, of the recipe or the Accelerate file; the problem is reported at the first that was
-    set. `message` says what is wrong; `{key}` in it is the value of a Case. What to do is `advice`, else "set" each key
-    of `fix`.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    when: Callable[[Case], object]
-    message: str | Callable[[Case], str | list[str]]
-    advice: str | Callable[[Case], str] = ""
-    fix: Mapping[str, Any] | None = None
-    needs: tuple[Need, ...] = ()
-    of_teacher: bool = False  # whether a teacher must keep it too
-    is_note: bool = False  # worth a line, no reason to stop
-
-    def check(self, case: Case) -> Iterable[Problem]:
-        """The problems of `case` by this rule."""
-        if not self.when(case):
-            return []
-        found = self.message.format_map(case) if isinstance(self.message, str) else self.message(case)
-        advice = self.advice if isinstance(self.advice, str) else self.advice(case)
-        if not advice and self.fix is not None:
-            advice = "set " + " and ".join(f"{key}: {_in_yaml(value)}" for key, value in self.fix.items())
-        end = f"; {advice}" if advice else ""
-        start, place = "teacher_model_name_or_path: " if case.is_teacher else "", _find_place(self.keys, case)
-        return [
-            Problem(rule=self.name, place=place, sentence=start + text + end, fix=self.fix, is_note=self.is_note)
-            for text in ([found] if isinstance(found, str) else found)
-        ]
-
-
-def _find_place(keys: tuple[str, ...], case: Case) -> str:
-    """Where the first of `keys` stands that somebody set; the file where all of them are defaults."""
-    recipe, layout = case.recipe, case.layout
-    for key in ("teacher_model_name_or_path", *keys) if case.is_teacher else keys:
-        if key in recipe.places:
-            return recipe.places[key]
-        if layout is not None and layout.place_of(key) != layout.source:
-            return layout.place_of(key)
-    of_layout = layout is not None and all(key not in recipe_keys() for key in keys[:1])
-    return layout.source if of_layout else recipe.path
-
-
-def _in_yaml(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def layout_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """A rule on the layout."""
-    return Rule(name=name, keys=keys, needs=("layout",), **others)
-
-
-def model_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """A rule on the model."""
-    return Rule(name=name, keys=keys, needs=("model",), **others)
-
-
-def model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """A rule on the model under a layout."""
-    return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
-
-
-def no_effect(key: str, without: str, when: Callable[[Case], object], *reads: str, is_note: bool = False) -> Rule:
-    """A rule: `key` has no effect; `without` says why, and what would give it one."""
-    return Rule(
-        name=f"{key} without effect: {without}",
-        keys=(key, *reads),
-        when=lambda case: is_set(key)(case) and when(case),
-        message=f"{key} has no effect {without}",
-        advice=f"set it, or remove {key}" if without.startswith("without") else f"remove {key}",
-        is_note=is_note,
-    )
-
-
-def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
-    """A condition: `key` has the value `to`, or without one any other value than its default."""
-
-    def check(case: Case) -> bool:
-        value = case[key]
-        return bool(value != recipe_keys()[key].default) if to is ... else bool(value == to)
-
-    return check
-
-
-def both(*conditions: Callable[[Case], object]) -> Callable[[Case], bool]:
-    """A condition: all of `conditions` hold."""
-    return lambda case: all(condition(case) for condition in conditions)
-
-
-def has_tp(case: Case) -> bool:
-    return case.layout.tensor_parallel_size > 1
-
-
-def has_sp(case: Case) -> bool:
-    return case.layout.sequence_parallel_size > 1
-
-
-def has_ep(case: Case) -> bool:
-    return case.layout.expert_parallel_size > 1
-
-
-def has_pp(case: Case) -> bool:
-    return case.layout.pipeline_parallel_size > 1
-
-
-def is_fsdp1(case: Case) -> bool:
-    return case.layout.layout == "fsdp1"
-
-
-def has_fp8(case: Case) -> bool:
-    return case.layout.fp8 is not None
-
-
-def is_quantized(case: Case) -> bool:
-    return case.quantization.bits is not None
-
-
-BF16 = {"mixed_precision": "bf16"}
 
 
 def read_model_facts(
@@ -440,3 +246,96 @@ def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
         pipeline_parallel_size=recipe.model.pipeline_parallel_size,
         pipeline_schedule=recipe.model.pipeline_schedule,
     )
+
+
+# What transformers' source says of a family.
+HEADS = {"lm_head", "head", "classifier", "qa_outputs", "score", "summary"}
+# self.q_proj = nn.Linear(...), and where a condition over several lines decides, up to the next assignment.
+LINEAR = re.compile(r"self\.(\w+)(?:: \S+)? = (?:(?!self\.\w+(?:: \S+)? = |class ).){0,120}?Linear\(", re.DOTALL)
+PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@cache
+def read_family_source(model_type: str) -> str:
+    """The text of transformers' modeling file for a family; empty where there is none.
+
+    Importing it would take seconds, and torch.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None or not model_type.isidentifier():
+        return ""
+    models = Path(spec.origin).parent / "models"
+    mappings = models / "auto" / "auto_mappings.py"
+    listed = mappings.read_text(encoding="utf-8") if mappings.is_file() else ""
+    of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)  # gemma3_text is in gemma3's file
+    folder = of_another[1] if of_another else model_type
+    source = models / folder / f"modeling_{folder}.py"
+    return source.read_text(encoding="utf-8") if source.is_file() else ""
+
+
+@cache
+def find_classes(model_type: str) -> frozenset[str]:
+    """The classes of a family's modeling file; empty where it is not known."""
+    return frozenset(re.findall(r"^class (\w+)", read_family_source(model_type), re.MULTILINE))
+
+
+def find_layer_class(model_type: str) -> str:
+    """The class of a family's decoder layers, which FSDP wraps.
+
+    >>> find_layer_class("gemma3_text")
+    'Gemma3DecoderLayer'
+    """
+    return min((name for name in find_classes(model_type) if name.endswith("DecoderLayer")), default="layers")
+
+
+@cache
+def find_linear_layers(model_type: str) -> frozenset[str]:
+    """The names of a family's linear layers, but for heads and vision towers; empty where the family is not known.
+
+    >>> sorted(find_linear_layers("phi3"))
+    ['down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj']
+    """
+    classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
+    found = [name for text in classes if not re.match(r"class \w*Vision", text) for name in LINEAR.findall(text)]
+    return frozenset(found) - HEADS
+
+
+def has_own_attention(model_type: str) -> bool:
+    """Whether a family computes attention in its own code, which knows no document boundaries.
+
+    >>> has_own_attention("mpt"), has_own_attention("llama"), has_own_attention("unheard_of")
+    (True, False, False)
+    """
+    source = read_family_source(model_type)
+    return bool(source) and "ALL_ATTENTION_FUNCTIONS" not in source
+
+
+def has_unknown_layers(model_type: str, layer_types: Iterable[str]) -> bool:
+    """Whether a model has layers in which it is not known how packed documents are kept apart.
+
+    >>> has_unknown_layers("llama", ["linear_attention"]), has_unknown_layers("qwen3_next", ["linear_attention"])
+    (True, False)
+    """
+    family = find_family(model_type)
+    is_known = family.recurrence is not None or family.masks_documents is not None
+    return not is_known and not PACKED_LAYER_TYPES.issuperset(layer_types)
+
+
+def attends_by_mask(model_type: str, layer_types: Iterable[str]) -> bool:
+    """Whether a model's attention reads a mask of all pairs of tokens, not the boundaries of documents.
+
+    >>> attends_by_mask("gptj", []), attends_by_mask("llama", ["full_attention"]), attends_by_mask("mamba", [])
+    (True, False, False)
+    """
+    family = find_family(model_type)
+    has_own = has_own_attention(model_type) and family.recurrence is None
+    return family.masks_documents is not None or has_own or has_unknown_layers(model_type, layer_types)
+
+
+def has_fused_experts(model_type: str) -> bool:
+    """Whether transformers keeps a family's experts of a layer in one parameter each.
+
+    >>> has_fused_experts("mixtral"), has_fused_experts("llama4_text"), has_fused_experts("llama")
+    (True, False, False)
+    """
+    return "@use_experts_implementation" in read_family_source(model_type)

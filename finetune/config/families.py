@@ -1,21 +1,13 @@
-"""Families of models: what the package knows of each by its model_type, and what transformers' source says of any.
+"""Families of models: what the package knows of each by its model_type.
 
-Source of the table: the model and configuration classes of transformers 5; tests/plan builds every family that can be
+Source: the model and configuration classes of transformers 5; tests/plan builds every family that can be
 planned on the meta device and compares names and shapes, so that a release that changes one is noticed. A family
 without a row trains too, as long as no check of a run finds a fault. Imports no torch.
 """
 
-import importlib.util
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 from typing import Literal
-
-HEADS = {"lm_head", "head", "classifier", "qa_outputs", "score", "summary"}
-# self.q_proj = nn.Linear(...), and where a condition over several lines decides, up to the next assignment.
-LINEAR = re.compile(r"self\.(\w+)(?:: \S+)? = (?:(?!self\.\w+(?:: \S+)? = |class ).){0,120}?Linear\(", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +172,6 @@ GGUF_GEMMA = LlamaCpp(
 )
 BY_MASK = Family(masks_documents="by_transformers")
 BY_OUR_MASK = Family(masks_documents="here")
-PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 DELTA_NET = Family(
     recurrence=Recurrence(
         modules=("GatedDeltaNet",), arguments=("cu_seq_lens_q", "seq_idx"), packages=("fla", "causal_conv1d")
@@ -324,89 +315,3 @@ PLANNED = [name for name, family in FAMILIES.items() if family.is_planned]
 def find_family(model_type: str) -> Family:
     """The row of a family; without traits for one that has none."""
     return FAMILIES.get(model_type, Family())
-
-
-@cache
-def read_family_source(model_type: str) -> str:
-    """The text of transformers' modeling file for a family; empty where there is none.
-
-    Importing it would take seconds, and torch.
-    """
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None or not model_type.isidentifier():
-        return ""
-    models = Path(spec.origin).parent / "models"
-    mappings = models / "auto" / "auto_mappings.py"
-    listed = mappings.read_text(encoding="utf-8") if mappings.is_file() else ""
-    of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)  # gemma3_text is in gemma3's file
-    folder = of_another[1] if of_another else model_type
-    source = models / folder / f"modeling_{folder}.py"
-    return source.read_text(encoding="utf-8") if source.is_file() else ""
-
-
-@cache
-def find_classes(model_type: str) -> frozenset[str]:
-    """The classes of a family's modeling file; empty where it is not known."""
-    return frozenset(re.findall(r"^class (\w+)", read_family_source(model_type), re.MULTILINE))
-
-
-def find_layer_class(model_type: str) -> str:
-    """The class of a family's decoder layers, which FSDP wraps.
-
-    >>> find_layer_class("gemma3_text")
-    'Gemma3DecoderLayer'
-    """
-    return min((name for name in find_classes(model_type) if name.endswith("DecoderLayer")), default="layers")
-
-
-@cache
-def find_linear_layers(model_type: str) -> frozenset[str]:
-    """The names of a family's linear layers, but for heads and vision towers; empty where the family is not known.
-
-    >>> sorted(find_linear_layers("phi3"))
-    ['down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj']
-    """
-    classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
-    found = [name for text in classes if not re.match(r"class \w*Vision", text) for name in LINEAR.findall(text)]
-    return frozenset(found) - HEADS
-
-
-def has_own_attention(model_type: str) -> bool:
-    """Whether a family computes attention in its own code, which knows no document boundaries.
-
-    >>> has_own_attention("mpt"), has_own_attention("llama"), has_own_attention("unheard_of")
-    (True, False, False)
-    """
-    source = read_family_source(model_type)
-    return bool(source) and "ALL_ATTENTION_FUNCTIONS" not in source
-
-
-def has_unknown_layers(model_type: str, layer_types: Iterable[str]) -> bool:
-    """Whether a model has layers in which it is not known how packed documents are kept apart.
-
-    >>> has_unknown_layers("llama", ["linear_attention"]), has_unknown_layers("qwen3_next", ["linear_attention"])
-    (True, False)
-    """
-    family = find_family(model_type)
-    is_known = family.recurrence is not None or family.masks_documents is not None
-    return not is_known and not PACKED_LAYER_TYPES.issuperset(layer_types)
-
-
-def attends_by_mask(model_type: str, layer_types: Iterable[str]) -> bool:
-    """Whether a model's attention reads a mask of all pairs of tokens, not the boundaries of documents.
-
-    >>> attends_by_mask("gptj", []), attends_by_mask("llama", ["full_attention"]), attends_by_mask("mamba", [])
-    (True, False, False)
-    """
-    family = find_family(model_type)
-    has_own = has_own_attention(model_type) and family.recurrence is None
-    return family.masks_documents is not None or has_own or has_unknown_layers(model_type, layer_types)
-
-
-def has_fused_experts(model_type: str) -> bool:
-    """Whether transformers keeps a family's experts of a layer in one parameter each.
-
-    >>> has_fused_experts("mixtral"), has_fused_experts("llama4_text"), has_fused_experts("llama")
-    (True, False, False)
-    """
-    return "@use_experts_implementation" in read_family_source(model_type)

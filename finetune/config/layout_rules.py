@@ -4,7 +4,11 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, Literal
 
-from finetune.config.facts import (
+from finetune.config.layout import describe_sizes
+from finetune.config.model_rules import is_uneven_vocabulary, set_to_divisor, trains_experts
+from finetune.config.optimization import DEFAULT_OPTIMIZER, OPTIMIZERS
+from finetune.config.quantization import LOAD_KEYS
+from finetune.config.rule import (
     BF16,
     Case,
     Rule,
@@ -18,10 +22,6 @@ from finetune.config.facts import (
     is_set,
     layout_rule,
 )
-from finetune.config.layout import describe_sizes
-from finetune.config.model_rules import is_uneven_vocabulary, set_to_divisor, trains_experts
-from finetune.config.optimization import DEFAULT_OPTIMIZER, OPTIMIZERS
-from finetune.config.quantization import LOAD_KEYS
 from finetune.config.yaml_file import COMMAND_LINE
 from finetune.units import counted
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import fields
 
-from finetune.config.facts import Case, Rule, both, has_ep, has_fp8, has_sp, is_fsdp1, is_set, no_effect
 from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, POLICY_LOSSES, RATED, Method, Rollout
+from finetune.config.rule import Case, Rule, both, has_ep, has_fp8, has_sp, is_fsdp1, is_set, no_effect
 
 
 def _method_key(key: str) -> Rule:

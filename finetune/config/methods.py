@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from finetune.config.key_annotations import FileOrName, Positive, PythonName, SameOnResume
+from finetune.config.keys import FileOrName, Positive, PythonName, SameOnResume
 
 # Rewards that ship: name -> what it gives. The functions are in rollout/shipped_rewards.py.
 SHIPPED_REWARDS: Mapping[str, str] = {

@@ -4,6 +4,22 @@ import math
 from collections.abc import Iterator
 
 from finetune.config.facts import (
+    HEADS,
+    PACKED_LAYER_TYPES,
+    attends_by_mask,
+    find_classes,
+    find_linear_layers,
+    has_fused_experts,
+    has_own_attention,
+    has_unknown_layers,
+    read_family_source,
+)
+from finetune.config.families import FAMILIES, IMAGE_FAMILIES
+from finetune.config.keys import keys_of
+from finetune.config.layout import FP8_MULTIPLE, shard_experts
+from finetune.config.module_names import find_expert_layers, is_within
+from finetune.config.quantization import BLOCK, LOAD_KEYS, PUBLISHED, describe_quantization
+from finetune.config.rule import (
     Case,
     Rule,
     has_ep,
@@ -15,23 +31,7 @@ from finetune.config.facts import (
     model_layout_rule,
     model_rule,
 )
-from finetune.config.families import (
-    FAMILIES,
-    HEADS,
-    IMAGE_FAMILIES,
-    PACKED_LAYER_TYPES,
-    attends_by_mask,
-    find_classes,
-    find_linear_layers,
-    has_fused_experts,
-    has_own_attention,
-    has_unknown_layers,
-    read_family_source,
-)
-from finetune.config.layout import FP8_MULTIPLE, shard_experts
-from finetune.config.module_names import find_expert_layers, is_within
-from finetune.config.quantization import BLOCK, LOAD_KEYS, PUBLISHED, describe_quantization
-from finetune.config.schema import Quantization, keys_of
+from finetune.config.schema import Quantization
 from finetune.constants import LARGEST_FLASH_HEAD
 
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in models of every family

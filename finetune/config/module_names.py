@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from finetune.config.families import find_linear_layers
+from finetune.config.facts import find_linear_layers
 from finetune.config.schema import Lora, Model, Recipe, recipe_keys
 from finetune.errors import UserError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from finetune.config.key_annotations import Positive, SameOnResume
+from finetune.config.keys import Positive, SameOnResume
 from finetune.config.methods import Method
 from finetune.constants import FP32
 from finetune.errors import UserError

@@ -12,6 +12,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.config.compatibility import find_recipe_problems
+from finetune.config.keys import Key, keys_of
 from finetune.config.methods import DEFAULT_METHOD, METHODS, SHIPPED_REWARDS
 from finetune.config.module_names import find_problem
 from finetune.config.other_tools import (
@@ -24,7 +25,7 @@ from finetune.config.other_tools import (
     TOOLS,
     Counterpart,
 )
-from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Key, Recipe, keys_of, recipe_keys
+from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Recipe, recipe_keys
 from finetune.config.user_code import locate
 from finetune.config.yaml_file import COMMAND_LINE, UNREADABLE, Entry, read_entries, read_value
 from finetune.errors import UserError

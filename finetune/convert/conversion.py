@@ -12,8 +12,10 @@ from typing import Any
 
 import yaml
 
-from finetune.config.families import has_fused_experts
+from finetune.config.facts import has_fused_experts
+from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS
+from finetune.config.optimization import SCHEDULES
 from finetune.config.other_tools import (
     DEFAULTS,
     FOUR_BIT_DEFAULTS,
@@ -27,8 +29,7 @@ from finetune.config.other_tools import (
 )
 from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
 from finetune.config.reader import read_recipe
-from finetune.config.schedules import SCHEDULES
-from finetune.config.schema import NESTED, DatasetSource, Lora, keys_of, recipe_keys
+from finetune.config.schema import NESTED, DatasetSource, Lora, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.datasets import add_sources
 from finetune.convert.model_names import (

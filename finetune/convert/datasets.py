@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.config.keys import keys_of
 from finetune.config.other_tools import Tool
-from finetune.config.schema import DatasetSource, keys_of
+from finetune.config.schema import DatasetSource
 from finetune.convert.dataset_keys import (
     ALPACA_PROMPT,
     ALPACA_STYLE,

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config.families import IMAGE_FAMILIES, find_family, find_linear_layers, has_fused_experts
+from finetune.config.facts import find_linear_layers, has_fused_experts
+from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.other_tools import ADAPTED_HEAD, Counterpart, Tool
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE

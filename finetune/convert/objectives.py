@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS, POLICY_LOSSES, Method
 from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT, TRUNCATED, Tool
 from finetune.config.quantization import SCHEMES
-from finetune.config.schema import keys_of
 from finetune.convert.model_names import Found
 from finetune.convert.rules import Conversion, convert_number, read_section, shorten
 

@@ -11,12 +11,13 @@ import yaml
 
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
 from finetune.config.compatibility import find_problems
-from finetune.config.facts import ModelFacts, Problem, read_model_facts, with_recipe_keys
-from finetune.config.families import find_family, find_linear_layers, read_family_source
+from finetune.config.facts import ModelFacts, find_linear_layers, read_family_source, read_model_facts, with_recipe_keys
+from finetune.config.families import find_family
 from finetune.config.layout import DIVISIONS, GROUP_KEYS, Fp8
 from finetune.config.module_names import find_expert_layers
 from finetune.config.other_tools import Tool
 from finetune.config.reader import read_recipe
+from finetune.config.rule import Problem
 from finetune.config.schema import recipe_keys
 from finetune.convert.model_names import guess_family
 from finetune.convert.rules import Conversion, read_section

@@ -17,11 +17,11 @@ from unittest.mock import patch
 
 import xxhash
 
+from finetune.config.pretrained import load_config, text_config_of
 from finetune.config.schema import Model
 from finetune.constants import PROCESSOR_FILES
 from finetune.data.messages import IMAGE, BadRow, describe_value
 from finetune.errors import UserError
-from finetune.pretrained_config import load_config, text_config_of
 
 MAX_PIXELS = 89_478_485  # of an image; Pillow warns beyond it
 MAX_BYTES = 4 * MAX_PIXELS  # of its file

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.pretrained import load_config, read_facts, text_config_of
 from finetune.config.reader import RECIPES, read_recipe
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
@@ -40,7 +41,6 @@ from finetune.data.tokenizer import (
 from finetune.distributed.collective import alone
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
-from finetune.pretrained_config import load_config, read_facts, text_config_of
 from finetune.terminal import printable, unfiltered
 from finetune.units import counted, name_place
 

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.config.pretrained_adapter import refuse_other_path
+from finetune.config.pretrained import Vocabulary, load_config, refuse_other_path, text_config_of
 from finetune.config.schema import Data, Model, Turns
 from finetune.constants import GENERATION_FILE, grow_rows
 from finetune.data.images import ImageProcessor, split_parts
@@ -22,7 +22,6 @@ from finetune.data.template_sandbox import compile_template
 from finetune.errors import UserError
 from finetune.files.hub import go_offline_without_network, hub_error
 from finetune.files.run_json import read_json_object
-from finetune.pretrained_config import Vocabulary, load_config, text_config_of
 
 FOLDER = Path(__file__).parent / "templates"
 # A template's text is part of a checkpoint's fingerprints: a changed file is another template to a run.

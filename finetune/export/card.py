@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from finetune.config.facts import names_vision_language
+from finetune.config.keys import keys_of
 from finetune.config.methods import describe_method
-from finetune.config.schema import Lora, Quantization, keys_of
+from finetune.config.schema import Lora, Quantization
 from finetune.config.yaml_file import read_value
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT, GENERATION_FILE, PROCESSOR_FILES
 from finetune.errors import UserError

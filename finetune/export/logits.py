@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from finetune.config.facts import EXPERT_COUNTS
+from finetune.config.pretrained import text_config_of
 from finetune.distributed.language_model import has_other_parts, text_modules, trunk_of
 from finetune.errors import UserError
 from finetune.export.target import prefetch, row_blocks
 from finetune.models.experts import is_experts
 from finetune.models.load import build_on_meta
-from finetune.pretrained_config import text_config_of
 
 ROWS, TOKENS = 2, 16
 # (name, start, stop) -> rows of a parameter or saved buffer; a scalar has one row, itself.

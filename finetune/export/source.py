@@ -20,7 +20,7 @@ import torch
 from finetune.checkpoint.folders import find_newest_valid, list_checkpoints
 from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems, read_state
 from finetune.config.module_names import peft_name
-from finetune.config.pretrained_adapter import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
+from finetune.config.pretrained import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE

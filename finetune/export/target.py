@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from finetune.config.pretrained import read_facts
 from finetune.config.quantization import read_published_form
 from finetune.constants import CONFIG_FILE
 from finetune.distributed.language_model import text_names
@@ -21,7 +22,6 @@ from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.load import build_on_meta
 from finetune.models.weights import Box, are_equal, boxes_of_files, convert_to_parameters, find_mismatches
-from finetune.pretrained_config import read_facts
 
 SECTIONS = ("text_config", "vision_config")  # of a vision-language model's config.json
 # In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator

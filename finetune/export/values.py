@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from finetune.config.module_names import find_problem, find_value
-from finetune.config.pretrained_adapter import why_unsupported
+from finetune.config.pretrained import why_unsupported
 from finetune.errors import UserError
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source

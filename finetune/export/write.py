@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from finetune.config.module_names import PEFT_PREFIX
-from finetune.config.pretrained_adapter import ADAPTER_WEIGHTS, why_unsupported
+from finetune.config.pretrained import ADAPTER_WEIGHTS, why_unsupported
 from finetune.constants import ADAPTER
 from finetune.distributed.parallelize import Values
 from finetune.errors import UserError

@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
-from finetune.config.families import attends_by_mask, find_family
+from finetune.config.facts import attends_by_mask
+from finetune.config.families import find_family
 from finetune.config.layout import divides_heads
 from finetune.distributed.language_model import language_model_of, other_parts, trunk_of
 from finetune.distributed.sequence_parallel import (

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from finetune.config.pretrained import Vocabulary
 from finetune.config.schema import Lora
 from finetune.distributed.parallelize import Slices
 from finetune.errors import UserError
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.lora import seed_of
-from finetune.pretrained_config import Vocabulary
 
 
 class NoisyDocuments(NamedTuple):  # not a dataclass, whose fields FSDP1 would set

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from finetune.config.layout import compute_dtype, frozen_dtype
 from finetune.config.module_names import find_trained, is_adapter
-from finetune.config.pretrained_adapter import find_adapter
+from finetune.config.pretrained import (
+    Vocabulary,
+    find_adapter,
+    is_vision_language,
+    load_config,
+    text_config_of,
+    trained_config,
+)
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Lora, Model, Optimization, Quantization, QuantizationAware, Recipe
 from finetune.constants import COMPUTE_DTYPE, PROCESSOR_FILES
@@ -48,7 +55,6 @@ from finetune.models.quantized_layers import fill_quantized_layers, quantize_lay
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
 from finetune.models.vision import record_outputs
 from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values, untie_as_stored
-from finetune.pretrained_config import Vocabulary, is_vision_language, load_config, text_config_of, trained_config
 
 UNQUANTIZED, UNROUNDED = Quantization(), QuantizationAware()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

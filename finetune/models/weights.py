@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from finetune.config.module_names import base_name
+from finetune.config.pretrained import Vocabulary, text_config_of
 from finetune.distributed.parallelize import Values, tied_names
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
 from finetune.models.embedding import find_grown, grown_reader, grown_shape
 from finetune.models.lora import seed_of
-from finetune.pretrained_config import Vocabulary, text_config_of
 
 COMPARED_ROWS = 4096  # at once
 Slices = tuple[slice, ...]

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.config.facts import LARGEST_COUNTS, LARGEST_SIZES, ModelFacts, read_model_facts
 from finetune.config.families import PLANNED, Family, MixtureKeys, find_family
-from finetune.config.pretrained_adapter import find_config_file
+from finetune.config.pretrained import find_config_file
 from finetune.config.schema import Model
 from finetune.errors import UserError
 from finetune.files.run_json import load_json

@@ -16,7 +16,7 @@ from finetune.config.compatibility import refuse_problems
 from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import UNDIVIDED, Sharding
 from finetune.config.module_names import adopt_published_names
-from finetune.config.pretrained_adapter import complete_lora
+from finetune.config.pretrained import complete_lora
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Method, Model, Recipe

@@ -7,10 +7,10 @@ from math import prod
 from typing import Literal
 
 from finetune.config.compatibility import find_problems
-from finetune.config.facts import Problem
 from finetune.config.families import find_family
 from finetune.config.layout import Sharding, compute_dtype, gathers_fp8, is_multiplied_in_fp8, split_layers
 from finetune.config.optimization import count_offloaded_bytes, list_offloaded_itemsizes
+from finetune.config.rule import Problem
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size
 from finetune.constants import ITEMSIZE, ROUND_TOKENS
 from finetune.flops import flop_per_token

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from finetune.config.families import find_layer_class
+from finetune.config.facts import find_layer_class
 from finetune.config.layout import frozen_dtype
 from finetune.config.quantization import describe_quantization
 from finetune.flops import FORMULA

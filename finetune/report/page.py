@@ -14,8 +14,8 @@ import yaml
 from markupsafe import Markup
 
 from finetune import __version__
+from finetune.config.keys import leaves
 from finetune.config.methods import DEFAULT_METHOD
-from finetune.config.schema import leaves
 from finetune.constants import RATIO_SHARES
 from finetune.errors import UserError
 from finetune.files.run_json import benchmark_table, describe_models, find_divergence, losses_of

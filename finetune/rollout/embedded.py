@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from finetune.config.pretrained import text_config_of
 from finetune.constants import PROMPTS_AT_ONCE
 from finetune.distributed.parallelize import keep_gathered, unwrap
 from finetune.distributed.world import World
 from finetune.models.attention import NAME as PACKED
-from finetune.pretrained_config import text_config_of
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
 

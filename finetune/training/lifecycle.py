@@ -18,6 +18,7 @@ from finetune.checkpoint.manifest import Progress, find_problems, hash_recipe, r
 from finetune.checkpoint.resume import list_changes, read_progress
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import gathers_fp8
+from finetune.config.pretrained import text_config_of
 from finetune.config.reader import to_dict
 from finetune.config.schema import Model, Recipe, recipe_keys
 from finetune.data.batches import OnReport, StepBatch, StoredBatches
@@ -34,7 +35,6 @@ from finetune.files.run_json import append_json_lines, drop_later_lines, read_js
 from finetune.flops import flop_per_token_of
 from finetune.models.load import ModelSize, Teacher, load_teacher
 from finetune.models.probe import check_training_forward
-from finetune.pretrained_config import text_config_of
 from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
 from finetune.training.objectives.distill import Distillation, find_stored_teacher, teacher_flop_per_token

@@ -15,7 +15,7 @@ from finetune.checkpoint.manifest import Progress
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import MachineFacts
 from finetune.config.methods import DEFAULT_METHOD, describe_method
-from finetune.config.pretrained_adapter import find_adapter
+from finetune.config.pretrained import find_adapter, read_facts, text_config_of
 from finetune.config.quantization import describe_quantization
 from finetune.config.reader import to_dict
 from finetune.config.schema import Quantization, Recipe
@@ -36,7 +36,6 @@ from finetune.optim.scratch_file import check_scratch_folder
 from finetune.plan.advice import list_changes
 from finetune.plan.plan import format_plan, make_plan
 from finetune.plan.step_memory import find_peak
-from finetune.pretrained_config import read_facts, text_config_of
 from finetune.training.objectives.distill import StoredTeacher
 from finetune.training.objectives.objective import Objective
 from finetune.training.run_folder import METRICS

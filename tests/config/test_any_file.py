@@ -7,8 +7,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.config.keys import keys_of
 from finetune.config.reader import read_overrides, read_recipe
-from finetune.config.schema import DatasetSource, keys_of, recipe_keys
+from finetune.config.schema import DatasetSource, recipe_keys
 from finetune.errors import UserError
 
 NAMES = st.sampled_from(sorted(recipe_keys().keys() | keys_of(DatasetSource).keys())) | st.text(max_size=8)

@@ -14,17 +14,10 @@ from typing import Any
 import pytest
 
 from finetune.config.compatibility import RULES, find_problems, refuse_problems
-from finetune.config.facts import (
-    ACTIVATIONS,
-    KINDS,
-    Case,
-    MachineFacts,
-    ModelFacts,
-    names_vision_language,
-    read_model_facts,
-)
+from finetune.config.facts import ACTIVATIONS, KINDS, MachineFacts, ModelFacts, names_vision_language, read_model_facts
 from finetune.config.layout import Fp8, Sharding
 from finetune.config.reader import read_recipe
+from finetune.config.rule import Case
 from finetune.config.schema import Quantization, recipe_keys
 from finetune.errors import UserError
 from finetune.plan import towers

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.schema import DatasetSource, keys_of, recipe_keys
+from finetune.config.keys import keys_of
+from finetune.config.schema import DatasetSource, recipe_keys
 
 TESTS = Path(__file__).resolve().parents[1]
 # Lists of many keys show the effect of none.

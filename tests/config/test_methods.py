@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS, Method, Rollout
 from finetune.config.reader import read_recipe, to_dict, write_recipe
-from finetune.config.schema import keys_of
 from finetune.errors import UserError
 
 GOOD = ["model_name_or_path=some/model", "datasets=[{path: some/data}]"]

@@ -12,13 +12,13 @@ import torch
 from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.config.module_names import find_trained, is_named, is_within, refuse_unmatched
+from finetune.config.pretrained import load_config
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Lora, Model
 from finetune.errors import UserError
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
 from finetune.plan.plan import make_plan
-from finetune.pretrained_config import load_config
 
 LAYERS = [f"model.layers.{i}.{part}.weight" for i in range(12) for part in ("self_attn.q_proj", "mlp.up_proj")]
 TIED = [["model.embed_tokens.weight", "lm_head.weight"], *([name] for name in LAYERS), ["model.norm.weight"]]

@@ -14,12 +14,12 @@ from finetune.config.compatibility import find_problems
 from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import Fp8, Sharding
 from finetune.config.methods import METHODS
+from finetune.config.pretrained import load_config, read_facts
 from finetune.config.reader import read_recipe, write_recipe
 from finetune.config.schema import Recipe, recipe_keys
 from finetune.distributed.world import describe_machine
 from finetune.errors import UserError
 from finetune.plan.plan import make_plan
-from finetune.pretrained_config import load_config, read_facts
 from tests.conftest import make_model
 from tests.training.layouts import train_all, write_config
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from finetune.config.layout import Sharding
+from finetune.config.pretrained import load_config
 from finetune.config.schema import Model, Recipe
 from finetune.data.batches import StepBatch
 from finetune.distributed.accelerator import make_accelerator, make_sequence_group
@@ -28,7 +29,6 @@ from finetune.models import load, quantized_weights
 from finetune.models import loss_chunks as head_chunks
 from finetune.models.load import build_on_meta, load_model
 from finetune.optim.build import UpdateInBackward, build_optimizer
-from finetune.pretrained_config import load_config
 from finetune.training.step import make_guard, train_step
 from tests.cuda_without_gpu.fake_cases import CASES, LENGTHS, Case, config_of, make_micro_batch
 from tests.cuda_without_gpu.fake_cuda import DeviceWaits, fake_tensors, pretend_device

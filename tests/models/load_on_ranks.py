@@ -18,6 +18,7 @@ from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.save import Saver
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.layout import Sharding
+from finetune.config.pretrained import load_config, read_facts
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Data, Lora, Model, Optimization, Recipe
 from finetune.data.batches import MicroBatch, StepBatch
@@ -30,7 +31,6 @@ from finetune.files.tensors import read, read_folder
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
-from finetune.pretrained_config import load_config, read_facts
 from finetune.training.step import accumulate_gradients
 from tests.models.families import documents, packed, padded, plain_loss
 

@@ -25,13 +25,13 @@ import torch
 
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.layout import Sharding
+from finetune.config.pretrained import load_config, read_facts
 from finetune.config.schema import Data, DatasetSource, Lora, Model, Recipe
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.export.logits import check_streamed_logits
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
-from finetune.pretrained_config import load_config, read_facts
 from tests.models.families import DELTA, EVERY, VOCABULARY, documents, packed, padded, plain_loss
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.config.facts import adopt_quantization
 from finetune.config.layout import Sharding
+from finetune.config.pretrained import load_config, read_facts
 from finetune.config.schema import Lora, Model, Quantization, Recipe
 from finetune.distributed.world import join, leave
 from finetune.errors import UserError
@@ -23,7 +24,6 @@ from finetune.models.load import load_model
 from finetune.models.quantized_layers import quantize_layers
 from finetune.models.quantized_weights import split_quantized
 from finetune.models.weights import refuse_mismatch
-from finetune.pretrained_config import load_config, read_facts
 from tests.models.families import build
 from tests.models.test_quantize import by_bitsandbytes
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from finetune.config.pretrained import Vocabulary
 from finetune.files.tensors import read_folder
 from finetune.models.embedding import grown_reader
-from finetune.pretrained_config import Vocabulary
 
 
 @pytest.mark.parametrize(

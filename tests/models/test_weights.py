@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM, LlamaModel
 
+from finetune.config.pretrained import load_config
 from finetune.config.schema import Model
 from finetune.errors import UserError
 from finetune.models.load import build_on_meta
 from finetune.models.weights import seeded_values
-from finetune.pretrained_config import load_config
 from tests.vision import whole_config
 
 SIZES: dict[str, Any] = {

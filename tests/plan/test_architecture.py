@@ -2,7 +2,8 @@
 
 import pytest
 
-from finetune.config.families import PLANNED, find_layer_class
+from finetune.config.facts import find_layer_class
+from finetune.config.families import PLANNED
 from finetune.errors import UserError
 from finetune.plan.architecture import read_architecture
 from finetune.plan.towers import split_config

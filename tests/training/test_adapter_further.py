@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.pretrained_adapter import complete_lora
+from finetune.config.pretrained import complete_lora
 from finetune.config.reader import read_recipe
 from finetune.errors import UserError
 from finetune.inference.inputs import find_model

@@ -15,11 +15,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
+from finetune.config.pretrained import Vocabulary
 from finetune.config.reader import read_recipe
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.models.embedding import refuse_frozen_tokens
-from finetune.pretrained_config import Vocabulary
 from tests.conftest import make_model, make_tokenizer
 from tests.ranks import start_ranks
 from tests.training import reference

@@ -151,9 +151,9 @@ def test_fsdp1_and_contradicting_keys_are_refused(recipes: dict[str, Path], tmp_
 
 
 def _refuse(recipe: Path, keys: list[str], sentence: str) -> None:
+    from finetune.config.pretrained import load_config
     from finetune.models.load import build_on_meta
     from finetune.models.lora import add_adapters
-    from finetune.pretrained_config import load_config
 
     read = read_recipe(str(recipe), keys)
     with pytest.raises(UserError, match=sentence):

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 
-from finetune.config.pretrained_adapter import why_unsupported
+from finetune.config.pretrained import why_unsupported
 from finetune.errors import UserError
 from finetune.export.formats.gguf_file import (
     FILE_TYPES,

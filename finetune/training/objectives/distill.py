@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from finetune.config.facts import ModelFacts
+from finetune.config.pretrained import load_config, read_facts
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch, StoredBatches
@@ -35,7 +36,6 @@ from finetune.files.tensors import read_folder
 from finetune.models.cross_entropy import HeadFunction
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import DivergenceOptions, TopScores, head_divergence
-from finetune.pretrained_config import load_config, read_facts
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.reference import documents_of, hash_inputs, steps_of
 from finetune.units import counted

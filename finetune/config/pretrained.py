@@ -1,16 +1,141 @@
-"""The LoRA adapter that a recipe trains further: its config, and the keys taken from it. Imports no torch"""
+"""The model that a recipe starts from and the LoRA adapter that it trains further: where they are, and their configs.
+
+No torch at import: `load_config` and what reads a transformers config import transformers when a run calls them.
+"""
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.config.schema import Recipe
+from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
+from finetune.config.schema import Model, Recipe
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE
 from finetune.errors import UserError
 from finetune.files.hub import download_file, download_folder
 from finetune.files.run_json import read_json_object, read_tensor_header
+
+
+def refuse_other_path(path: Path) -> None:
+    """Raises `UserError` if `path`, which is named as a model, holds an adapter, a run or a GGUF file instead."""
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        raise UserError(
+            f"{path}: a GGUF file, which inference engines read and nothing trains; name the original model, a folder "
+            "or hub name with safetensors"
+        )
+    if (path / ADAPTER_CONFIG).is_file():
+        base = read_json_object(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "ITS_BASE"
+        raise UserError(
+            f"{path}: holds an adapter, not a model; to train it further set model_name_or_path: {base}, use_peft: "
+            f"true and adapter_name_or_path: {path}; to train the merged model, make it with `finetune export {path} "
+            "--output FOLDER`"
+        )
+    if (path / "checkpoints").is_dir():
+        raise UserError(f"{path}: is a run's folder; name its export/, or one of its checkpoints/")
+
+
+def find_config_file(name: str, revision: str | None) -> Path:
+    """The config.json of a model in a folder, or of the hub. Raises `UserError` where there is none."""
+    folder = Path(name)
+    refuse_other_path(folder)
+    if folder.is_file():
+        raise UserError(f"{name}: is a file; give a folder with config.json and *.safetensors, or a hub name")
+    if not folder.exists() and (folder.is_absolute() or name.startswith(".")):
+        raise UserError(f"{name}: no such folder; name one that holds config.json and safetensors, or a hub name")
+    if folder.exists() and not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a hub name")
+    return folder / CONFIG_FILE if folder.exists() else download_file(name, CONFIG_FILE, revision)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the recipe's tokens ask of the model. Returned by `data.tokenizer.plan_vocabulary`."""
+
+    known: int  # tokens of the tokenizer as it is
+    tokens: int  # with those that are added
+    rows: int  # of the embedding and the head that hold them
+    token_ids: Mapping[str, int] = field(default_factory=dict)  # what config.json is to say, such as eos_token_id
+
+
+def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
+    """The transformers config of the recipe's model (hub name, folder, or inline architecture), grown to `vocabulary`.
+
+    Raises `UserError` where the hub, the folder or the architecture does not give one.
+    """
+    from transformers import AutoConfig
+
+    if model.model_config is not None:
+        try:
+            config = AutoConfig.for_model(**model.model_config)
+        except Exception as error:  # each family checks its config in its own way
+            raise UserError(f"model_config: {_one_line(error)}") from None
+    else:
+        assert model.model_name_or_path is not None  # the recipe reader requires one of the two
+        config = _read_config(model.model_name_or_path, model)
+    if model.attention_dropout is not None:
+        config.attention_dropout = model.attention_dropout
+    text_config = text_config_of(config)
+    text_config.use_cache = config.use_cache = False
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        text_config.quantization_config = quantized
+    if vocabulary is not None:
+        text_config.update({"vocab_size": vocabulary.rows, **vocabulary.token_ids})
+    return config if is_vision_language(config) else text_config
+
+
+def trained_config(config: Any, model: Model) -> Any:
+    """The part of a config of `load_config` that is loaded: all of it, or under `drop_vision` the language model's."""
+    if not model.drop_vision:
+        return config
+    text_config = text_config_of(config)
+    text_config.tie_word_embeddings = config.tie_word_embeddings
+    return text_config
+
+
+def text_config_of(config: Any) -> Any:
+    """The part of a transformers config that its language model has; all of it where there is no other part."""
+    return getattr(config, "text_config", None) or config
+
+
+def is_vision_language(config: Any) -> bool:
+    """Whether a transformers config is that of a vision-language model, which is loaded whole: it names its class."""
+    from transformers import AutoModelForImageTextToText
+
+    mapping: Any = AutoModelForImageTextToText._model_mapping
+    if text_config_of(config) is config or type(config) not in mapping:
+        return False
+    return getattr(mapping[type(config)], "__name__", None) in (config.architectures or ())
+
+
+def read_facts(config: Any, name: str | None, tokens: int | None = None) -> ModelFacts:
+    """The facts of a transformers config. Raises `UserError` for one with which no model can be built.
+
+    `tokens`: the number that the embedding must hold, which is the tokenizer's size.
+    """
+    text = text_config_of(config)
+    if text is not config:
+        refuse_wrong_values(config.to_dict().get("vision_config") or {}, name or "model_config")
+    values = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)}  # of some families a property
+    return read_model_facts(values, name or "model_config", tokens, vision=is_vision_language(config))
+
+
+def _read_config(name: str, model: Model) -> Any:
+    from transformers import AutoConfig
+
+    find_config_file(name, model.model_revision)  # says why it fails, where transformers guesses
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=model.model_revision, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:
+        raise UserError(f"{name}: config.json: {_one_line(error)}; name another model") from None
+
+
+def _one_line(error: Exception) -> str:
+    """The whole message: a validation error of transformers names its cause in the second line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
 
 ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"
 # Settings under which B A is not what is added to W, or something else is.
@@ -45,37 +170,6 @@ def why_unsupported(config: Mapping[str, Any]) -> str | None:
     if start not in INITIALIZATIONS_THAT_KEEP_THE_BASE:
         return f"init_lora_weights: {start} changes the base model, so that this adapter does not fit the original"
     return None
-
-
-def refuse_other_path(path: Path) -> None:
-    """Raises `UserError` if `path`, which is named as a model, holds an adapter, a run or a GGUF file instead."""
-    if path.suffix.lower() == ".gguf" and path.is_file():
-        raise UserError(
-            f"{path}: a GGUF file, which inference engines read and nothing trains; name the original model, a folder "
-            "or hub name with safetensors"
-        )
-    if (path / ADAPTER_CONFIG).is_file():
-        base = read_json_object(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "ITS_BASE"
-        raise UserError(
-            f"{path}: holds an adapter, not a model; to train it further set model_name_or_path: {base}, use_peft: "
-            f"true and adapter_name_or_path: {path}; to train the merged model, make it with `finetune export {path} "
-            "--output FOLDER`"
-        )
-    if (path / "checkpoints").is_dir():
-        raise UserError(f"{path}: is a run's folder; name its export/, or one of its checkpoints/")
-
-
-def find_config_file(name: str, revision: str | None) -> Path:
-    """The config.json of a model in a folder, or of the hub. Raises `UserError` where there is none."""
-    folder = Path(name)
-    refuse_other_path(folder)
-    if folder.is_file():
-        raise UserError(f"{name}: is a file; give a folder with config.json and *.safetensors, or a hub name")
-    if not folder.exists() and (folder.is_absolute() or name.startswith(".")):
-        raise UserError(f"{name}: no such folder; name one that holds config.json and safetensors, or a hub name")
-    if folder.exists() and not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a hub name")
-    return folder / CONFIG_FILE if folder.exists() else download_file(name, CONFIG_FILE, revision)
 
 
 def find_adapter(name: str) -> Path:
