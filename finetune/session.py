@@ -25,8 +25,8 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import Sharding
 from finetune.config.module_names import adopt_published_names
-from finetune.config.optimization import compute_learning_rate
 from finetune.config.pretrained import complete_lora, load_config, read_facts, trained_config
+from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
 from finetune.config.user_code import expect_recipe, explained, place_of
 from finetune.constants import EXPORT

@@ -30,7 +30,7 @@ ADDED = {
         ),
     },
     "a learning-rate schedule": {
-        "config/optimization.py": (
+        "config/schedules.py": (
             "SCHEDULES: Mapping[str, ScheduleFacts] = {\n",
             '    "halves": ScheduleFacts(share_left=lambda step, schedule: 0.5**step),\n',
         )

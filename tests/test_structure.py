@@ -9,7 +9,8 @@ import pytest
 
 from finetune.config.families import FAMILIES
 from finetune.config.methods import DEFAULT_METHOD, METHODS
-from finetune.config.optimization import OPTIMIZERS, SCHEDULES
+from finetune.config.optimization import OPTIMIZERS
+from finetune.config.schedules import SCHEDULES
 from tests.ranks import ROOT
 
 PACKAGE = ROOT / "finetune"
@@ -80,7 +81,7 @@ OTHER_TOOLS = ("config/other_tools.py", *(f"convert/{path.name}" for path in PAC
 # What is a row of a table -> its names, and the only files that name one.
 TABLES = {
     "optimizers": (OPTIMIZERS, ("config/optimization.py", "optim/build.py")),
-    "schedules": ([name for name in SCHEDULES if "_" in name], ("config/optimization.py", *OTHER_TOOLS)),
+    "schedules": ([name for name in SCHEDULES if "_" in name], ("config/schedules.py", *OTHER_TOOLS)),
     # Published models by their names are convert's, chat templates data's.
     "families": (
         [name for name in FAMILIES if name not in ("llama", "mistral", "qwen3", "rwkv")],

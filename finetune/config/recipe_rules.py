@@ -7,9 +7,10 @@ from math import gcd
 from typing import Any
 
 from finetune.config.keys import keys_of
-from finetune.config.optimization import DEFAULT_SCHEDULE, OPTIMIZERS, SCHEDULES, find_schedule_problems
+from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import EXPORTED, SCHEMES, TRAINED
 from finetune.config.rule import BF16, Case, Need, Rule, both, has_fp8, has_tp, is_set, no_effect
+from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, QuantizationAware
 
 SMALLEST_BF16_RATE = 1e-5  # bf16 weights of 0.02 are 1.2e-4 apart: most updates by less than half of that are lost

@@ -15,7 +15,6 @@ import yaml
 from finetune.config.facts import has_fused_experts
 from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS
-from finetune.config.optimization import SCHEDULES
 from finetune.config.other_tools import (
     DEFAULTS,
     FOUR_BIT_DEFAULTS,
@@ -29,6 +28,7 @@ from finetune.config.other_tools import (
 )
 from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
 from finetune.config.reader import read_recipe
+from finetune.config.schedules import SCHEDULES
 from finetune.config.schema import NESTED, DatasetSource, Lora, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.datasets import add_sources

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from finetune.checkpoint.manifest import Progress
-from finetune.config.optimization import compute_learning_rate
+from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe, Run
 from finetune.constants import count_steps
 from finetune.data.batches import StepBatch

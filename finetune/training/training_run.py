@@ -15,7 +15,7 @@ from torch import nn
 
 from finetune.checkpoint.folders import step_folder
 from finetune.checkpoint.manifest import Progress
-from finetune.config.optimization import Schedule
+from finetune.config.schedules import Schedule
 from finetune.config.schema import Recipe
 from finetune.config.user_code import explained, load, place_of
 from finetune.data.batches import StepBatch

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import Trainer, get_scheduler
 
-from finetune.config.optimization import OPTIMIZERS, compute_learning_rate
+from finetune.config.optimization import OPTIMIZERS
 from finetune.config.reader import read_recipe
+from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Optimization, Recipe
 from finetune.errors import UserError
 from finetune.optim.build import CONSTRUCTORS, build_optimizer, make_parameter_groups
