@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import errors
 
 from finetune.errors import UserError
-from finetune.files.hub import download_file
+from finetune.files.network import download_file
 from tests.ranks import ROOT, environment
 
 

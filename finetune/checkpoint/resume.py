@@ -48,7 +48,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files import durable
-from finetune.files.hub import find_local_folder
+from finetune.files.network import find_local_folder
 from finetune.files.run_json import load_json, read_json_object
 from finetune.files.tensors import read_folder
 from finetune.models.load import weights_folder

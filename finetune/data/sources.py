@@ -23,7 +23,7 @@ from finetune.data.packing import make_generator
 from finetune.data.readers import KINDS, convert_os_errors, file_kind, read_file, remove_none_values
 from finetune.errors import UserError
 from finetune.files.durable import CHECKSUM, checksum
-from finetune.files.hub import go_offline_without_network
+from finetune.files.network import go_offline_without_network
 
 BATCH_ROWS = 500
 SAMPLE_BYTES = 64 * 1024  # of a file, read for a stream's fingerprint

@@ -25,7 +25,7 @@ from finetune.data.messages import BadRow
 from finetune.data.tokenizer import PLAIN, asks_for_date
 from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file, stage_and_rename, write_file
-from finetune.files.hub import find_cache
+from finetune.files.network import find_cache
 from finetune.units import name_place
 
 FACTS = "facts.json"

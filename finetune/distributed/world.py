@@ -22,7 +22,7 @@ from finetune.constants import count_cores
 from finetune.distributed.accelerator import STAGE, make_accelerator, make_sequence_group
 from finetune.distributed.collective import DataParallelRank, gather_json
 from finetune.errors import EXIT_FAULT, SECONDS_FOR_CAUSE, UserError
-from finetune.files.hub import find_cache
+from finetune.files.network import find_cache
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

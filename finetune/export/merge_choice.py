@@ -21,8 +21,8 @@ from finetune.export.target import TargetModel, Value, cast_rows
 from finetune.export.values import choose_written_dtype, find_quantized, find_stored, make_dequantizer, plan_values
 from finetune.files.durable import replace_file
 from finetune.files.run_json import parse_json, read_bounded
+from finetune.models.document_layers import depends_on_length, install_document_rotary
 from finetune.models.loss_chunks import LogitTransform
-from finetune.models.rotary import depends_on_length, install_document_rotary
 
 ROWS_FILE = "comparison_rows.json"  # in the run's folder
 ROW_TOKENS = 1024  # of a row, at most

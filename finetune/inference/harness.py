@@ -15,7 +15,7 @@ from finetune.errors import UserError
 from finetune.files.run_json import BenchmarkResult
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_model
 from finetune.inference.inputs import ModelReference
-from finetune.models.rotary import depends_on_length
+from finetune.models.document_layers import depends_on_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

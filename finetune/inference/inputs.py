@@ -18,7 +18,7 @@ from finetune.data.messages import IMAGE, BadRow, Message, list_columns, role_of
 from finetune.data.readers import read_file
 from finetune.errors import UserError
 from finetune.files.durable import restore_exports, restore_folder
-from finetune.files.hub import download_file
+from finetune.files.network import download_file
 from finetune.files.run_json import read_json_object
 
 Kind = Literal["model", "adapter", "checkpoint"]

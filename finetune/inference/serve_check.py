@@ -24,7 +24,7 @@ import torch
 from finetune.config.yaml_file import find_yaml
 from finetune.data.formats import Conversation
 from finetune.errors import UserError
-from finetune.files.http import send
+from finetune.files.network import send
 from finetune.inference.conversation import encode_prompt, end_ids
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_model
 from finetune.inference.inputs import ModelReference, find_model, read_prompts

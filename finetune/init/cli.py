@@ -17,7 +17,7 @@ from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.config.user_code import file_of
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
-from finetune.files.hub import download_file
+from finetune.files.network import download_file
 from finetune.init.data_columns import DataSummary, list_unread_files, summarize_data
 from finetune.init.new_recipe import (
     Fit,

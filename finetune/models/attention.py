@@ -43,8 +43,7 @@ from finetune.models.attention_kernels import (
     find_windows,
     make_masks,
 )
-from finetune.models.recurrent import install_recurrence
-from finetune.models.rotary import install_document_rotary
+from finetune.models.document_layers import install_document_rotary, install_recurrence
 
 NAME = "packed"
 # Of the documents of a packed row, and of those in padded rows, which only long-context RoPE reads.

@@ -25,7 +25,7 @@ from finetune.distributed.language_model import other_parts, take_language_model
 from finetune.distributed.parallelize import Values, gathered, parallelize, unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.files.hub import download_folder
+from finetune.files.network import download_folder
 from finetune.files.tensors import read_folder
 from finetune.flops import forward_flop_per_token_of
 from finetune.models.attention import install_attention

@@ -24,8 +24,8 @@ from finetune.distributed.parallelize import reshard, unwrap
 from finetune.distributed.sequence_parallel import gather_tokens
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.models.document_layers import recurrent_modules
 from finetune.models.fake_quantize import unrounded
-from finetune.models.recurrent import recurrent_modules
 
 # Tokens of a document, of a second one, and of a third, which repeats the beginning of the first.
 DOCUMENT, OTHER, REPEATED = 8, 5, 6

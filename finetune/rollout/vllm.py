@@ -29,7 +29,7 @@ from finetune.export.export import export_source
 from finetune.export.publish import ExportOptions
 from finetune.export.source import open_source
 from finetune.files.durable import empty_folder, make_folder, write_file
-from finetune.files.http import send
+from finetune.files.network import send
 from finetune.files.run_json import append_json_lines, read_json_lines
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 

@@ -15,8 +15,8 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap, unwrapped_call
 from finetune.distributed.world import World
 from finetune.files.run_json import append_json_lines
+from finetune.models.document_layers import depends_on_length
 from finetune.models.fake_quantize import round_from_step
-from finetune.models.rotary import depends_on_length
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.training_run import TrainingRun
 from finetune.training.watch import SignalListener

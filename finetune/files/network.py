@@ -1,8 +1,14 @@
-"""Downloads from the Hugging Face hub, and a one-sentence error for every way one can fail. No torch."""
+"""What comes over the network: files of the Hugging Face hub, answers of a server. A failure is one sentence. No torch."""
 
+import json
 import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from finetune.constants import EXPORT
 from finetune.errors import UserError
@@ -107,3 +113,32 @@ def _explain_missing_folder(path: Path) -> str:
             f"--recipe {run.name})"
         )
     return "neither a local folder nor a hub name (owner/name); correct model_name_or_path"
+
+
+def send(url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
+    """What a server answers at `url`: to a POST of `body` as JSON, or to a GET where it is None.
+
+    Raises:
+        UserError: No answer within `seconds`, or one that is an error, with what the server says of it.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        raise UserError(f"{url}: answered {error.code}: {_read_message(error.read(1 << 16))}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{url}: no answer: {getattr(error, 'reason', error)}") from None
+
+
+def _read_message(content: bytes) -> str:
+    """What an error of the OpenAI protocol says, in a line; else how the content begins.
+
+    >>> _read_message(b'{"error": {"message": "no such model"}}'), _read_message(b"not found")
+    ('no such model', 'not found')
+    """
+    text = content.decode(errors="replace")
+    with suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
+    return " ".join(text.split())[:300]
