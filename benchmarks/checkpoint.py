@@ -31,8 +31,9 @@ from finetune.checkpoint.manifest import Progress  # noqa: E402
 from finetune.checkpoint.save import Saver  # noqa: E402
 from finetune.config.layout import Sharding  # noqa: E402
 from finetune.config.reader import read_recipe  # noqa: E402
+from finetune.distributed.join import join, leave  # noqa: E402
 from finetune.distributed.parallelize import parallelize  # noqa: E402
-from finetune.distributed.world import World, join, leave  # noqa: E402
+from finetune.distributed.world import World  # noqa: E402
 
 TOKENS = 128  # in a step
 COPIES = 3  # of each parameter in the state: the weight and Adam's two moments, all fp32

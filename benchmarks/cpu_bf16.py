@@ -50,8 +50,8 @@ def make_steps() -> dict[str, Callable[[], Any]]:
     from finetune.config.reader import read_recipe
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
-    from finetune.distributed.collective import DataParallelRank
-    from finetune.distributed.parallelize import decoder_layers
+    from finetune.distributed.model_parts import decoder_layers
+    from finetune.distributed.world import DataParallelRank
     from finetune.models.attention import install_attention
     from finetune.models.cross_entropy import install_loss
     from finetune.models.decoder_layers import checkpoint_activations

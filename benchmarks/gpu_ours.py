@@ -82,7 +82,7 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, Any]:
     from finetune.config.module_names import base_name
     from finetune.config.pretrained import load_config
     from finetune.config.reader import read_recipe
-    from finetune.distributed.world import join
+    from finetune.distributed.join import join
     from finetune.models import load
     from finetune.optim.build import build_optimizer
 

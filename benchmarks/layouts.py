@@ -33,9 +33,9 @@ from benchmarks.layouts_shown import Measured, plot, table
 from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, Model, Optimization
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.distributed.accelerator import EXPERT, TENSOR
 from finetune.distributed.gradients import clip_gradients
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.join import join, leave
+from finetune.distributed.world import EXPERT, TENSOR, World
 from finetune.errors import exit_code
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer

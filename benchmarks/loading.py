@@ -29,7 +29,8 @@ from safetensors.torch import save_file
 
 from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, Model
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.join import join, leave
+from finetune.distributed.world import World
 from finetune.errors import exit_code
 from finetune.models.load import load_model
 

@@ -29,8 +29,9 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from finetune.config.layout import Sharding  # noqa: E402
 from finetune.config.schema import Optimization  # noqa: E402
+from finetune.distributed.join import join, leave  # noqa: E402
 from finetune.distributed.parallelize import parallelize  # noqa: E402
-from finetune.distributed.world import World, join, leave  # noqa: E402
+from finetune.distributed.world import World  # noqa: E402
 from finetune.optim.build import build_optimizer  # noqa: E402
 from finetune.optim.nvme import OffloadedOptimizer  # noqa: E402
 from finetune.plan.table import align_columns  # noqa: E402

@@ -57,7 +57,7 @@ def measure(base: str, folder: Path) -> Measured:
     import torch
 
     from finetune.config.layout import Sharding
-    from finetune.distributed.world import join
+    from finetune.distributed.join import join
     from finetune.models.load import load_model
     from finetune.optim.build import build_optimizer
 

@@ -163,7 +163,7 @@ def run_rank(contestant: str, stage: int, steps: int, folder: Path) -> None:
     from finetune.config.reader import read_recipe
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
-    from finetune.distributed.world import join, leave
+    from finetune.distributed.join import join, leave
 
     torch.set_num_threads(1)
     recipe = read_recipe(str(folder / "recipe.yaml"))

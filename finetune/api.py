@@ -69,7 +69,7 @@ def prepare(recipe: Recipe) -> "PreparedData":
     """
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
-    from finetune.distributed.collective import alone
+    from finetune.distributed.world import alone
 
     expect_recipe(recipe)
     return prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), alone())

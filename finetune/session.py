@@ -34,8 +34,8 @@ from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Prompt
 from finetune.data.prepare import PreparedData, batch_rows, prepare_data
 from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.world import describe_machine, join, leave, use_deterministic_kernels
+from finetune.distributed.join import describe_machine, join, leave, use_deterministic_kernels
+from finetune.distributed.world import RankGroup
 from finetune.errors import UserError
 from finetune.export.export import export_run
 from finetune.export.logits import check_streamed_logits

@@ -44,8 +44,7 @@ from finetune.config.user_code import file_of
 from finetune.constants import CONFIG_FILE
 from finetune.data.prepare import PreparedData
 from finetune.data.sources import hash_file
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.world import World
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.network import find_local_folder

@@ -32,11 +32,9 @@ from finetune.checkpoint.shards import (
 from finetune.config.reader import to_dict
 from finetune.config.schema import Model, Recipe, compute_global_batch_size
 from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, PROCESSOR_FILES, read_versions
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.language_model import has_other_parts
-from finetune.distributed.parallelize import unwrap
+from finetune.distributed.model_parts import has_other_parts, unwrap
 from finetune.distributed.pipeline import find_pipeline
-from finetune.distributed.world import World
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.network import find_local_folder

@@ -8,6 +8,7 @@ HuggingFaceStorageWriter(save_distributed=True); its reader opens them too.
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.distributed_c10d import _get_pg_default_device
 from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._optim_utils import StateInfo, _OptimStateKey, _PosDimTensorInfo
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.checkpoint.manifest import MODEL
 from finetune.config.module_names import is_adapter
-from finetune.distributed.accelerator import TENSOR
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.parallelize import local_part, optimizer_state_without_pickles, tied_names, unwrap
+from finetune.distributed.model_parts import tied_names, unwrap
+from finetune.distributed.parallelize import local_part
 from finetune.distributed.pipeline import find_pipeline
-from finetune.distributed.world import World
+from finetune.distributed.world import TENSOR, RankGroup, World, gather_json
 from finetune.errors import UserError
 from finetune.files.tensors import header_bytes, read_folder, read_slice
 from finetune.models.quantized_layers import CODES, SCALES, quantized_layers
@@ -331,3 +333,52 @@ def weighted_sum(tensor: Any) -> torch.Tensor:
             total += (part * weights).sum()
             place += part.numel()
     return total
+
+
+@contextmanager
+def optimizer_state_without_pickles() -> Iterator[None]:
+    """Within it, `get_optimizer_state_dict` of FSDP1 exchanges the states' names, shapes and scalars as JSON.
+
+    torch's own `all_gather_object` sends pickles, and unpickling runs what another rank puts into them.
+    """
+    pickled = dist.all_gather_object
+    dist.all_gather_object = _all_gather_json  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.all_gather_object = pickled
+
+
+def _all_gather_json(gathered: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+    """`dist.all_gather_object` for the two kinds of value that FSDP1 sends: keys, and states by parameter name."""
+    is_states = isinstance(value, dict)
+    plain = {name: _encode_state(info) for name, info in value.items()} if is_states else value
+    for index, received in enumerate(gather_json(plain, group, _get_pg_default_device(group))):
+        if is_states:
+            gathered[index] = {name: _decode_state(info) for name, info in received.items()}
+        else:
+            gathered[index] = [_OptimStateKey(tuple(names), is_managed) for names, is_managed in received]
+
+
+def _encode_state(info: StateInfo) -> dict[str, Any]:
+    return {
+        "tensors": {
+            name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in info.tensors.items()
+        },
+        "scalars": {
+            name: [tensor.item(), str(tensor.dtype).removeprefix("torch.")]
+            for name, tensor in info.scalar_tensors.items()
+        },
+        "values": info.non_tensors,
+    }
+
+
+def _decode_state(plain: dict[str, Any]) -> StateInfo:
+    return StateInfo(
+        {
+            name: _PosDimTensorInfo(torch.Size(shape), getattr(torch, dtype))
+            for name, (shape, dtype) in plain["tensors"].items()
+        },
+        {name: torch.tensor(number, dtype=getattr(torch, dtype)) for name, (number, dtype) in plain["scalars"].items()},
+        plain["values"],
+    )

@@ -20,7 +20,7 @@ from finetune.data.examples import Examples, refuse_typed_images
 from finetune.data.images import ImageProcessor
 from finetune.data.messages import BadRow
 from finetune.data.packing import BatchConfig, Rows, arrange_epoch
-from finetune.distributed.collective import DataParallelRank
+from finetune.distributed.world import DataParallelRank
 from finetune.errors import UserError
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from finetune.data.tokenizer import (
     make_renderer_of,
     plan_vocabulary,
 )
-from finetune.distributed.collective import alone
+from finetune.distributed.world import alone
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
 from finetune.terminal import printable, unfiltered

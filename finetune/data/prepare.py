@@ -52,7 +52,7 @@ from finetune.data.token_store import (
 )
 from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.data.tokenizer import PLAIN
-from finetune.distributed.collective import DataParallelRank
+from finetune.distributed.world import DataParallelRank
 from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file
 from finetune.units import counted

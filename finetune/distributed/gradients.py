@@ -19,10 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor, Replicate
 
-from finetune.distributed.accelerator import TENSOR
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.tensor_parallel import PARTIAL
-from finetune.distributed.world import World
+from finetune.distributed.world import TENSOR, World
 from finetune.errors import UserError
 
 LOWEST_SCALE = 1.0  # a gradient that overflows fp16 without any scaling does not fit in fp16 at all

@@ -8,14 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _get_pg_default_device
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._optim_utils import StateInfo, _OptimStateKey, _PosDimTensorInfo
 from torch.distributed.fsdp.wrap import (
     _or_policy,
     lambda_auto_wrap_policy,
@@ -26,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.config.layout import Sharding
-from finetune.distributed.collective import gather_json
-from finetune.distributed.language_model import other_parts, text_modules
+from finetune.distributed.join import set_timeouts
+from finetune.distributed.model_parts import decoder_layers, has_trained, other_parts, tied_names
 from finetune.distributed.pipeline import keep_own_layers
 from finetune.distributed.tensor_parallel import divide_matrices
-from finetune.distributed.world import World, set_timeouts
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.units import counted
 
@@ -119,55 +115,6 @@ def _wrap_policy(model: nn.Module, sharding: Sharding, classes: tuple[str, ...])
     return functools.partial(_or_policy, policies=[policy for policy in (layers, adapters) if policy is not None])
 
 
-@contextmanager
-def optimizer_state_without_pickles() -> Iterator[None]:
-    """Within it, `get_optimizer_state_dict` of FSDP1 exchanges the states' names, shapes and scalars as JSON.
-
-    torch's own `all_gather_object` sends pickles, and unpickling runs what another rank puts into them.
-    """
-    pickled = dist.all_gather_object
-    dist.all_gather_object = _all_gather_json  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        dist.all_gather_object = pickled
-
-
-def _all_gather_json(gathered: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
-    """`dist.all_gather_object` for the two kinds of value that FSDP1 sends: keys, and states by parameter name."""
-    is_states = isinstance(value, dict)
-    plain = {name: _encode(info) for name, info in value.items()} if is_states else value
-    for index, received in enumerate(gather_json(plain, group, _get_pg_default_device(group))):
-        if is_states:
-            gathered[index] = {name: _decode(info) for name, info in received.items()}
-        else:
-            gathered[index] = [_OptimStateKey(tuple(names), is_managed) for names, is_managed in received]
-
-
-def _encode(info: StateInfo) -> dict[str, Any]:
-    return {
-        "tensors": {
-            name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in info.tensors.items()
-        },
-        "scalars": {
-            name: [tensor.item(), str(tensor.dtype).removeprefix("torch.")]
-            for name, tensor in info.scalar_tensors.items()
-        },
-        "values": info.non_tensors,
-    }
-
-
-def _decode(plain: dict[str, Any]) -> StateInfo:
-    return StateInfo(
-        {
-            name: _PosDimTensorInfo(torch.Size(shape), getattr(torch, dtype))
-            for name, (shape, dtype) in plain["tensors"].items()
-        },
-        {name: torch.tensor(number, dtype=getattr(torch, dtype)) for name, (number, dtype) in plain["scalars"].items()},
-        plain["values"],
-    )
-
-
 def parallelize(model: nn.Module, values: Values, world: World, unfilled: frozenset[str] = frozenset()) -> nn.Module:
     """Shards or replicates a model over the ranks and fills every rank's shards.
 
@@ -236,18 +183,6 @@ def _classes_of_size(model: Any, min_num_params: int) -> tuple[str, ...]:
         and all(inner is not embedding for inner in module.modules())
     }
     return tuple(sorted(large - {type(model.get_output_embeddings()).__name__}))
-
-
-def has_trained(model: nn.Module) -> bool:
-    """Whether anything in `model` is trained; nothing of a teacher is."""
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def unwrap(model: nn.Module) -> Any:
-    """The transformers model inside the wrappers of DDP and FSDP1."""
-    while isinstance(model, nn.parallel.DistributedDataParallel | Fsdp1):
-        model = model.module
-    return model
 
 
 @contextmanager
@@ -413,13 +348,6 @@ def _overlap_collectives(model: Any, world: World) -> None:
         layer.set_modules_to_forward_prefetch([following])
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of the language model that transformers itself would not split over devices."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    # FSDP2 gives a sharded module a class of its own, FSDP<its class>.
-    return [module for _, module in text_modules(model) if type(module).__name__.removeprefix("FSDP") in classes]
-
-
 def _materialize(
     model: nn.Module, values: Values, parameters_on: torch.device, buffers_on: torch.device, unfilled: frozenset[str]
 ) -> None:
@@ -438,10 +366,3 @@ def _materialize(
             local = local_part(parameter)
             if local.numel() and name not in unfilled:
                 local.copy_(values(name, find_local_slices(parameter)))
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """The second names of tied parameters -> the first; both as transformers names them, in every layout."""
-    first: dict[nn.Parameter, str] = {}
-    names = ((clean_tensor_name(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False))
-    return {name: first[parameter] for name, parameter in names if first.setdefault(parameter, name) != name}

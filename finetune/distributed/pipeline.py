@@ -30,10 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config.layout import split_layers
 from finetune.constants import COMPUTE_DTYPE
-from finetune.distributed.accelerator import PIPELINE
-from finetune.distributed.collective import gather_json
-from finetune.distributed.language_model import trunk_of
-from finetune.distributed.world import World
+from finetune.distributed.model_parts import trunk_of
+from finetune.distributed.world import PIPELINE, World, gather_json
 from finetune.errors import UserError
 
 ATTRIBUTE = "layers_of_pipeline"  # of a transformers model

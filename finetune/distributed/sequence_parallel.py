@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from finetune.distributed.collective import all_to_all
+from finetune.distributed.world import all_to_all
 
 
 def trade_tokens_for_heads(

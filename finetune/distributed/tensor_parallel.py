@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from finetune.distributed.accelerator import TENSOR
-from finetune.distributed.world import World
+from finetune.distributed.world import TENSOR, World
 from finetune.errors import UserError
 
 GRADIENT_STYLE = "replicated_with_grad_allreduce"

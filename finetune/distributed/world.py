@@ -1,87 +1,65 @@
-"""The ranks of a run: joining them, what this rank is, and Accelerate, kernels and compiler set up for the layout."""
+"""The ranks of a run: what this one is among them, and what they exchange without pickles.
 
-import ctypes
-import faulthandler
+They exchange tensors, values as JSON, and actions that succeed on all ranks or fail on all.
+"""
+
 import os
-import signal
-import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
-from finetune.config.facts import MachineFacts, has_compiler
 from finetune.config.layout import Sharding
-from finetune.constants import count_cores
-from finetune.distributed.accelerator import STAGE, make_accelerator, make_sequence_group
-from finetune.distributed.collective import DataParallelRank, gather_json
-from finetune.errors import EXIT_FAULT, SECONDS_FOR_CAUSE, UserError
-from finetune.files.network import find_cache
+from finetune.errors import UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.distributed.device_mesh import DeviceMesh
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-POLL_SECONDS = 0.5
+from finetune.units import disk_size
 
-Process = tuple[str, int, float]
-"""Host name, process id and creation time (seconds since the epoch)."""
-
-
-def this_process() -> Process:
-    """This process, as other ranks find it."""
-    return os.uname().nodename, os.getpid(), psutil.Process().create_time()
-
-
-def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float) -> threading.Event:
-    """Starts a thread that ends this process `timeout_seconds` after another rank of this node has died.
-
-    `processes`: every rank's `this_process()`. A rank that this process cannot see (another host, another container) is
-    not watched. The thread ends when the returned event is set.
-    """
-    host = os.uname().nodename
-    peers = {
-        peer: (process, created)
-        for peer, (of, process, created) in enumerate(processes)
-        if peer != rank and of == host and is_alive(process, created)
-    }
-    left = threading.Event()
-    if peers:
-        arguments = (rank, peers, timeout_seconds, left)
-        threading.Thread(target=_watch, args=arguments, daemon=True, name="watch_peers").start()
-    return left
+# The dimensions of the meshes.
+PIPELINE, REPLICATE, FSDP, TENSOR = "pp", "dp_replicate", "fsdp", "tp"
+STAGE = "stage"  # of a pipeline: the ranks with the same layers, which the last three divide
+BATCH, SEQUENCE = "batch", "sp"
+EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 
 
-def is_alive(process: int, created: float) -> bool:
-    """Whether the process runs; one that has ended and waits for its parent (a zombie) does not."""
-    try:
-        found = psutil.Process(process)
-        return bool(found.create_time() == created and found.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+@dataclass(frozen=True, slots=True)
+class DataParallelRank:
+    """Which of the step's rows are this rank's: those of `rank` among `size`; and which part of their tokens."""
+
+    rank: int
+    size: int
+    local_rank: int  # on this node, of all ranks
+    device: torch.device
+    sequence_rank: int = 0  # of those that divide the tokens of a row between them
+    sequence_size: int = 1
 
 
-def _watch(rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: float, left: threading.Event) -> None:
-    while not left.wait(POLL_SECONDS):
-        dead = [peer for peer, process in peers.items() if not is_alive(*process)]
-        if dead and not left.wait(timeout_seconds):
-            sys.stderr.write(
-                f"rank {rank}: rank {dead[0]} ended {timeout_seconds:g} s ago (timeout_seconds), and the run cannot "
-                "continue without it; that rank's own error is the cause. Where this one was:\n"
-            )
-            faulthandler.dump_traceback(all_threads=True)
-            sys.stderr.flush()
-            os._exit(EXIT_FAULT)
+def alone() -> DataParallelRank:
+    """A process without other ranks, on the CPU."""
+    return DataParallelRank(0, 1, 0, torch.device("cpu"))
 
 
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # what a launcher would have set
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> list[Any]:
+    """Every rank's `value`, sent as JSON over tensors on `device`, in order of rank. All ranks of `group` call it."""
+    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([raw.numel()], device=device), group)
+    longest = int(max(size.item() for size in sizes))
+    padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    dist.all_gather(padded, torch.nn.functional.pad(raw, (0, longest - raw.numel())), group)
+    return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(padded, sizes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +138,7 @@ class World:
 
     @property
     def mesh(self) -> "DeviceMesh | None":
-        """The mesh of `accelerator.make_mesh`; None where the world is one dimension."""
+        """The mesh of `join.make_mesh`; None where the world is one dimension."""
         mesh: DeviceMesh | None = getattr(self.accelerator, "torch_device_mesh", None)
         return mesh
 
@@ -197,210 +175,79 @@ class World:
         return gather_json(value, group) if dist.is_initialized() else [value]
 
 
-def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
-    """Joins the ranks that the launcher started, under `sharding`; a process without a launcher becomes a world of one.
+def all_to_all(
+    rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+) -> torch.Tensor:
+    """Sends `sent[r]` of the rows to each rank r of the group, and returns the rows received, in order of rank.
 
-    Asserts what Accelerate does not check: that every launched rank is in the world, and that FSDP is
-    on where it was asked for. What this machine cannot do, the rules have refused before.
+    Its backward returns the gradients the same way. By default every rank sends and receives as many.
     """
-    _end_with_launcher()
-    before = dict(os.environ)
-    device = _device(sharding)
-    _use_own_cores(device, sharding)
-    # The watchdog, which shows every rank's stacks, waits for SECONDS_FOR_CAUSE: only then may a collective give up.
-    timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
-    if sharding.layout != "single":
-        _join_process_group(device, timeout)
-    accelerator = make_accelerator(sharding, device)
-    rank = accelerator.process_index
-    sequence_group = make_sequence_group(sharding, accelerator.num_processes, device.type)
-    set_timeouts(timeout)  # of the groups of the meshes too
-    left = (
-        watch_peers(rank, gather_json(this_process(), None), timeout_seconds)
-        if dist.is_initialized()
-        else threading.Event()
-    )
-    world = World(
-        rank=rank,
-        size=accelerator.num_processes,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        device=device,
-        sharding=sharding,
-        accelerator=accelerator,
-        collective_timeout=timeout,
-        sequence_group=sequence_group,
-        environment={
-            name: before.get(name)
-            for name in before.keys() | os.environ.keys()
-            if before.get(name) != os.environ.get(name)
-        },
-        left=left,
-    )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    assert world.size == launched, f"{launched} processes were launched, but Accelerate sees {world.size}"
-    assert not sharding.is_fsdp or str(accelerator.distributed_type.value) == "FSDP", accelerator.distributed_type
-    return world
+    exchanged: torch.Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
-def leave(world: World) -> None:
-    """Destroys the process group once every rank has called this; afterwards the process can join another world.
+# torch.distributed.nn has the same and is deprecated; the functional collectives return a tensor that waits later, and
+# that a layer's views and saved tensors would all be.
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None
+    ) -> torch.Tensor:
+        ctx.arguments = group, received, sent
+        arriving = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(arriving, rows.contiguous(), received, sent, group=group)
+        return arriving
 
-    What joining has changed in the environment is undone: a launcher's variables would make the next world wait for
-    other ranks, and Accelerate's would make it, and whatever this process starts, an FSDP world.
-    """
-    from accelerate.state import AcceleratorState, GradientState
-
-    if dist.is_initialized():
-        world.barrier()
-        world.left.set()
-        dist.destroy_process_group()
-    for name, value in world.environment.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return all_to_all(gradients[0], *ctx.arguments), None, None, None
 
 
-@contextmanager
-def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
-    """Within it, torch runs only kernels whose results are the same bits each time. Not `on`: any kernel.
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The ranks that agree, over a process group. A thread beside the training loop needs its own group."""
 
-    Raises:
-        UserError: For an operation that has no such kernel.
-    """
-    if not on:
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    # Filling costs time, and every tensor here is written before it is read.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        raise UserError(
-            f"deterministic: true: {str(error).split('. ')[0]}; remove the key, or what needs it"
-        ) from error
-    finally:
-        torch.use_deterministic_algorithms(False)
+    world: "World"
+    group: dist.ProcessGroup | None = None  # None: the default group
 
+    def on_all(self, action: Callable[[], Any]) -> list[Any]:
+        """What `action` returns on each rank (anything JSON can say), in order of rank, on every rank.
 
-def _end_with_launcher() -> None:
-    """Makes Linux send this rank SIGTERM, on which a run saves and stops, when torchrun's agent has ended.
+        Where it raises `OSError` or `UserError` on one rank, every rank raises the same `UserError`; anything else is a
+        fault of the program, which is raised as it is where it happens.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as failure:  # the other ranks must learn of it first, since they wait for this one
+            error = failure
+        outcomes = self.world.gather({"result": result, "error": error and _sentence(error)}, self.group)
+        failed = {rank: outcome["error"] for rank, outcome in enumerate(outcomes) if outcome["error"]}
+        if error is not None and not isinstance(error, OSError | UserError):
+            raise error
+        if len(set(failed.values())) == 1:
+            raise UserError(next(iter(failed.values()))) from error
+        if failed:
+            raise UserError("; ".join(f"rank {rank}: {text}" for rank, text in failed.items())) from error
+        return [outcome["result"] for outcome in outcomes]
 
-    An agent that is killed with SIGKILL ends no rank: they would continue to train, where nobody can see or stop them.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-
-
-def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> MachineFacts:
-    """This rank's machine, for the rules, before it joins the others. `with_liger`: import Liger, which is slow."""
-    device, families = _device(sharding), None
-    if device.type == "cpu":
-        return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
-    if with_liger:
-        with suppress(ImportError):
-            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-            families = frozenset(MODEL_TYPE_TO_APPLY_LIGER_FN)
-    return MachineFacts(
-        device="cuda",
-        system=sys.platform,
-        has_compiler=has_compiler(),
-        gpu=torch.cuda.get_device_name(device),
-        capability=torch.cuda.get_device_capability(device),
-        is_hip=bool(torch.version.hip),
-        liger_families=families,
-    )
+    def on_main(self, action: Callable[[], Any]) -> Any:
+        """What `action` returns on rank 0, on every rank; the others wait for it."""
+        return self.on_all(lambda: action() if self.world.is_main else None)[0]
 
 
-def _device(sharding: Sharding) -> torch.device:
-    if sharding.use_cpu or not torch.cuda.is_available():
-        return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"rank {os.environ.get('RANK', 0)} is the {local_rank + 1}th on this machine, which has "
-            f"{torch.cuda.device_count()} GPUs; launch one process for each GPU (--num_processes)"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'the disk'}: {error.strerror}{_describe_full_disk(error)}"
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def _use_own_cores(device: torch.device, sharding: Sharding) -> None:
-    """Undoes OMP_NUM_THREADS=1, which launchers set, where the CPU has work: for the one process that a bare
-    `accelerate launch` starts on a CPU, and for GPU runs whose optimizer runs on the host.
-
-    Where the launcher itself was given OMP_NUM_THREADS, that is the user's, and is kept.
-    """
-    alone = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
-    has_work = alone if device.type == "cpu" else sharding.cpu_offload
-    if has_work and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
-        torch.set_num_threads(max(1, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def _launcher_has_threads() -> bool:
-    """Whether OMP_NUM_THREADS stood in the environment of the process that started this one."""
-    try:
-        return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
-    except (psutil.Error, OSError):
-        return False
-
-
-def _join_process_group(device: torch.device, timeout: timedelta) -> None:
-    """Both backends on a GPU: NCCL for tensors there, gloo for what stays on the host (checkpoints, offload, counts).
-
-    A process without a launcher meets nobody: its store is in memory and takes no port.
-    """
-    how: dict[str, Any] = {"backend": "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"}
-    if device.type == "cuda":
-        how["device_id"] = device
-    if "RANK" not in os.environ:
-        os.environ |= ALONE
-        how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(timeout=timeout, **how)
-
-
-def set_timeouts(timeout: timedelta) -> None:
-    """Sets the timeout of every process group of this rank: those of a device mesh have torch's 30 minutes."""
-    for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
-# Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the
-# default of 8: one for each kind of layer, with and without gradients, and for a batch of one row.
-RECOMPILE_LIMIT = 64
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-
-
-def configure_compiler() -> None:
-    """Sets torch's compiler up for packed rows, which differ in length. Call it before `torch.compile`."""
-    _keep_compiled()
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    # Else equal sizes in the first batch (tokens and hidden size, say) become one symbol.
-    torch.fx.experimental._config.use_duck_shape = False
-    # Epsilons and scales as constants at once: as symbols they become constants after a whole compile.
-    torch._dynamo.config.specialize_float = True
-    # A checkpointed layer leaves what its router chose (models/experts.py); when it is recomputed, it need not.
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-
-
-def _keep_compiled() -> None:
-    """Makes torch keep what it compiles where it outlives a reboot, for the next start. Its own folder is in /tmp.
-
-    Where that cannot be written, or the user has set a folder, all stays as it is.
-    """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    # torch sets the variable to its own folder when its compiler is imported, which another library may have done.
-    if os.environ.get(CACHE_VARIABLE) not in (None, os.path.abspath(default_cache_dir())):  # noqa: PTH100
-        return
-    folder = find_cache("compiled")
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ[CACHE_VARIABLE] = str(folder)
+def _describe_full_disk(error: OSError) -> str:
+    """What to do where a disk, or a user's quota, has no bytes or no files left; empty for other errors."""
+    folder = Path(error.filename or ".").parent
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not folder.is_dir():
+        return ""
+    disk = os.statvfs(folder)
+    if disk.f_files and not disk.f_favail:
+        return " (no inodes are left there, though bytes are); remove files, or set output_dir to another disk"
+    return f" ({disk_size(disk.f_frsize * disk.f_bavail)} free there); make room, or set output_dir to a larger disk"

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.config.facts import EXPERT_COUNTS
 from finetune.config.pretrained import text_config_of
-from finetune.distributed.language_model import has_other_parts, text_modules, trunk_of
+from finetune.distributed.model_parts import has_other_parts, text_modules, trunk_of
 from finetune.errors import UserError
 from finetune.export.target import prefetch, row_blocks
 from finetune.models.experts import is_experts

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.data.examples import Examples
-from finetune.distributed.language_model import trunk_of
+from finetune.distributed.model_parts import trunk_of
 from finetune.errors import UserError
 from finetune.export.logits import RoundInputs, Rows, stream
 from finetune.export.publish import ExportOptions, MergeOnto

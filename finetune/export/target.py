@@ -16,7 +16,7 @@ from torch import nn
 from finetune.config.pretrained import read_facts
 from finetune.config.quantization import read_published_form
 from finetune.constants import CONFIG_FILE
-from finetune.distributed.language_model import text_names
+from finetune.distributed.model_parts import text_names
 from finetune.errors import UserError
 from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_slice

@@ -1,4 +1,4 @@
-"""What comes over the network: files of the Hugging Face hub, answers of a server. A failure is one sentence. No torch."""
+"""What comes over the network: files of the hub and answers of a server. A failure is one sentence. Needs no torch."""
 
 import json
 import os

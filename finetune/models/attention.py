@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from finetune.config.facts import attends_by_mask
 from finetune.config.families import find_family
 from finetune.config.layout import divides_heads
-from finetune.distributed.language_model import language_model_of, other_parts, trunk_of
+from finetune.distributed.model_parts import language_model_of, other_parts, trunk_of
 from finetune.distributed.sequence_parallel import (
     gather_keys,
     take_heads,

@@ -24,8 +24,8 @@ from torch.nn.attention.varlen import varlen_attn
 from finetune.config.compatibility import FLASH_GPUS
 from finetune.config.facts import has_compiler
 from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD
-from finetune.distributed.world import configure_compiler
 from finetune.errors import UserError
+from finetune.models.decoder_layers import configure_compiler
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.constants import IGNORE_INDEX
-from finetune.distributed.language_model import trunk_of
+from finetune.distributed.model_parts import trunk_of
 from finetune.errors import UserError
 from finetune.models.loss_chunks import (
     PLAIN,

@@ -1,9 +1,10 @@
 """What is done to decoder layers: activation checkpointing, torch.compile, Liger. Parameters keep their names."""
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
 
 import torch
@@ -12,11 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from finetune.distributed.language_model import text_modules
-from finetune.distributed.parallelize import decoder_layers
-from finetune.distributed.world import configure_compiler
+from finetune.distributed.model_parts import decoder_layers, text_modules
+from finetune.files.network import find_cache
 from finetune.models.experts import expert_modules
 from finetune.models.loss_chunks import compute_fused_chunk
+
+if TYPE_CHECKING:
+    pass
 
 MIN_OFFLOADED_BYTES = 1 << 10  # smaller tensors stay on the device
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
@@ -285,3 +288,39 @@ def use_liger_kernels(model: Any) -> None:
 
     off = ["fused_linear_cross_entropy", "cross_entropy", *(("swiglu", "geglu") if expert_modules(model) else ())]
     _apply_liger_kernel_to_instance(model, **dict.fromkeys(off, False))
+
+
+# Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the
+# default of 8: one for each kind of layer, with and without gradients, and for a batch of one row.
+RECOMPILE_LIMIT = 64
+
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def configure_compiler() -> None:
+    """Sets torch's compiler up for packed rows, which differ in length. Call it before `torch.compile`."""
+    _keep_compiled()
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    # Else equal sizes in the first batch (tokens and hidden size, say) become one symbol.
+    torch.fx.experimental._config.use_duck_shape = False
+    # Epsilons and scales as constants at once: as symbols they become constants after a whole compile.
+    torch._dynamo.config.specialize_float = True
+    # A checkpointed layer leaves what its router chose (models/experts.py); when it is recomputed, it need not.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def _keep_compiled() -> None:
+    """Makes torch keep what it compiles where it outlives a reboot, for the next start. Its own folder is in /tmp.
+
+    Where that cannot be written, or the user has set a folder, all stays as it is.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # torch sets the variable to its own folder when its compiler is imported, which another library may have done.
+    if os.environ.get(CACHE_VARIABLE) not in (None, os.path.abspath(default_cache_dir())):  # noqa: PTH100
+        return
+    folder = find_cache("compiled")
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ[CACHE_VARIABLE] = str(folder)

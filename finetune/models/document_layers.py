@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.config.families import find_family
-from finetune.distributed.language_model import trunk_of
+from finetune.distributed.model_parts import trunk_of
 from finetune.errors import UserError
 
 LENGTH_DEPENDENT = ("longrope", "dynamic")

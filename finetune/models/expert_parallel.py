@@ -30,9 +30,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from finetune.config.layout import shard_experts
-from finetune.distributed.accelerator import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
-from finetune.distributed.collective import all_to_all
-from finetune.distributed.world import World, set_timeouts
+from finetune.distributed.join import make_expert_mesh, set_timeouts
+from finetune.distributed.world import EXPERT, EXPERT_SHARD, REPLICATE, World, all_to_all
 from finetune.models.experts import compute_experts, expert_modules, find_factors, move_rows, take_over_adapters
 from finetune.models.quantized_layers import expert_weights, quantized_children, recompute_dequantized
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from finetune.config.facts import count_chosen, count_experts
 from finetune.config.layout import Sharding
 from finetune.constants import ADAPTER_NAME, EXPERT_RANK_MULTIPLE
-from finetune.distributed.language_model import language_model_of, trunk_of
+from finetune.distributed.model_parts import language_model_of, trunk_of
 from finetune.distributed.world import World
 from finetune.errors import UserError
 

@@ -19,7 +19,7 @@ from finetune.config.module_names import is_adapter
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.constants import ADAPTER_NAME
-from finetune.distributed.language_model import text_modules
+from finetune.distributed.model_parts import text_modules
 from finetune.errors import UserError
 
 

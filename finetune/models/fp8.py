@@ -19,7 +19,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from finetune.config.layout import Sharding, gathers_fp8, is_multiplied_in_fp8
 from finetune.config.module_names import is_adapter
-from finetune.distributed.language_model import text_modules
+from finetune.distributed.model_parts import text_modules
 
 
 class Fp8Linear(Float8Linear):  # type: ignore[misc]

@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 
 from finetune.config.schema import Data, Model
 from finetune.constants import COMPUTE_DTYPE, IGNORE_INDEX
-from finetune.distributed.parallelize import reshard, unwrap
+from finetune.distributed.model_parts import unwrap
+from finetune.distributed.parallelize import reshard
 from finetune.distributed.sequence_parallel import gather_tokens
 from finetune.distributed.world import World
 from finetune.errors import UserError

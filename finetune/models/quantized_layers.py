@@ -26,7 +26,7 @@ from finetune.config.quantization import (
     quantized_bytes,
 )
 from finetune.config.schema import Quantization
-from finetune.distributed.language_model import text_modules
+from finetune.distributed.model_parts import text_modules
 from finetune.distributed.parallelize import Values, find_local_slices, local_part
 from finetune.distributed.world import World
 from finetune.errors import UserError

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from finetune.config.families import find_family
-from finetune.distributed.language_model import base_of, other_parts, trunk_of
+from finetune.distributed.model_parts import base_of, other_parts, trunk_of
 from finetune.errors import UserError
 from finetune.models.attention import BOUNDARIES, NAME, NO_MASK
 

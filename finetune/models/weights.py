@@ -15,7 +15,8 @@ from torch import nn
 
 from finetune.config.module_names import base_name
 from finetune.config.pretrained import Vocabulary, text_config_of
-from finetune.distributed.parallelize import Values, tied_names
+from finetune.distributed.model_parts import tied_names
+from finetune.distributed.parallelize import Values
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
 from finetune.models.embedding import find_grown, grown_reader, grown_shape

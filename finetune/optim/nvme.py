@@ -21,9 +21,9 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from finetune.config.optimization import OPTIMIZERS, count_offloaded_bytes
 from finetune.config.schema import Optimization
 from finetune.constants import COMPUTE_DTYPE
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.parallelize import decoder_layers, list_groups, local_part, unwrap
-from finetune.distributed.world import World
+from finetune.distributed.model_parts import decoder_layers, unwrap
+from finetune.distributed.parallelize import list_groups, local_part
+from finetune.distributed.world import RankGroup, World
 from finetune.optim.scratch_file import ScratchFile, align, allocate_aligned, open_scratch_file
 
 

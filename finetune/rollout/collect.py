@@ -24,8 +24,7 @@ from finetune.data.examples import Examples, cut
 from finetune.data.packing import BatchConfig, make_generator
 from finetune.data.token_store import Tokens, keep_in_memory
 from finetune.data.tokenize import SourceStats
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.world import World
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.rollout.engine import Ended, Engine, Request, Rollout, Sampled, Sampling, find_advantages
 from finetune.rollout.rewards import Rewards, Scores

@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicLayer
 
 from finetune.config.pretrained import text_config_of
 from finetune.constants import PROMPTS_AT_ONCE
-from finetune.distributed.parallelize import keep_gathered, unwrap
+from finetune.distributed.model_parts import unwrap
+from finetune.distributed.parallelize import keep_gathered
 from finetune.distributed.world import World
 from finetune.models.attention import NAME as PACKED
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling

@@ -22,8 +22,7 @@ from finetune.checkpoint.save import describe_model, write_shards
 from finetune.checkpoint.shards import get_model_state, list_shards, weighted_sum
 from finetune.config.layout import compute_dtype
 from finetune.config.schema import Recipe
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.world import World
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.export.export import export_source
 from finetune.export.publish import ExportOptions

@@ -11,9 +11,9 @@ from finetune.checkpoint.manifest import Progress
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
 from finetune.data.tokenizer import end_of_answer_ids
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.parallelize import unwrap, unwrapped_call
-from finetune.distributed.world import World
+from finetune.distributed.model_parts import unwrap
+from finetune.distributed.parallelize import unwrapped_call
+from finetune.distributed.world import RankGroup, World
 from finetune.files.run_json import append_json_lines
 from finetune.models.document_layers import depends_on_length
 from finetune.models.fake_quantize import round_from_step

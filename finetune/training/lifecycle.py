@@ -25,9 +25,9 @@ from finetune.data.batches import OnReport, StepBatch, StoredBatches
 from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
 from finetune.data.prepare import PreparedData
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.parallelize import unwrap
-from finetune.distributed.world import World, leave
+from finetune.distributed.join import leave
+from finetune.distributed.model_parts import unwrap
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.export.merge_choice import write_comparison_rows
 from finetune.files.durable import replace_file

@@ -20,8 +20,7 @@ from finetune.config.schema import Recipe
 from finetune.config.yaml_file import read_yaml
 from finetune.constants import count_cores, read_versions
 from finetune.data.tokenizer import asks_for_date
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.world import World
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files.durable import replace_file, restore_exports, restore_folder
 

@@ -22,9 +22,9 @@ from finetune.config.schema import Quantization, Recipe
 from finetune.constants import ADAPTER_CONFIG
 from finetune.data.findings import check_longest_example
 from finetune.data.prepare import PreparedData
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.parallelize import count_wrapped_units, decoder_layers, unwrap
-from finetune.distributed.world import World
+from finetune.distributed.model_parts import decoder_layers, unwrap
+from finetune.distributed.parallelize import count_wrapped_units
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files.run_json import find_divergence, losses_of, read_json_lines, read_json_object
 from finetune.models.cpu_products import describe_products

@@ -20,7 +20,7 @@ from finetune.distributed.gradients import (
     update,
     without_gradient_sync,
 )
-from finetune.distributed.parallelize import unwrap
+from finetune.distributed.model_parts import unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError

@@ -20,8 +20,7 @@ from finetune.config.schema import Recipe
 from finetune.config.user_code import explained, load, place_of
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.world import World
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import Preempted, UserError
 from finetune.files.run_json import MAX_DIGITS, parse_json
 from finetune.training.objectives.objective import Objectives

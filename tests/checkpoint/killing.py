@@ -34,7 +34,7 @@ from finetune.checkpoint.manifest import Progress
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Recipe
-from finetune.distributed.world import join, leave
+from finetune.distributed.join import join, leave
 from tests.checkpoint.tiny_run import build, digest, train_step
 from tests.conftest import make_chat, make_model
 from tests.ranks import free_port

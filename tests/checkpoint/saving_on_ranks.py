@@ -23,7 +23,8 @@ from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Recipe
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.join import join, leave
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files import durable
 from tests.checkpoint.tiny_run import build, digest, train_step

@@ -15,7 +15,8 @@ from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.join import join, leave
+from finetune.distributed.world import World
 from finetune.files import durable
 from tests.checkpoint.tiny_run import build
 from tests.conftest import make_chat, make_model, make_tokenizer

@@ -20,8 +20,9 @@ from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
+from finetune.distributed.join import join, leave
 from finetune.distributed.parallelize import parallelize
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.world import World
 from finetune.files.tensors import read_folder, read_slice
 
 ROWS = 6

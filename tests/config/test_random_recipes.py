@@ -17,7 +17,7 @@ from finetune.config.methods import METHODS
 from finetune.config.pretrained import load_config, read_facts
 from finetune.config.reader import read_recipe, write_recipe
 from finetune.config.schema import Recipe, recipe_keys
-from finetune.distributed.world import describe_machine
+from finetune.distributed.join import describe_machine
 from finetune.errors import UserError
 from finetune.plan.plan import make_plan
 from tests.conftest import make_model

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import _utils, schedules
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from finetune.distributed import accelerator as mesh
+from finetune.distributed import join as mesh
 from finetune.distributed import parallelize, pipeline
 
 

@@ -23,7 +23,7 @@ from finetune.config.layout import Sharding
 from finetune.config.pretrained import load_config
 from finetune.config.schema import Model, Recipe
 from finetune.data.batches import StepBatch
-from finetune.distributed.accelerator import make_accelerator, make_sequence_group
+from finetune.distributed.join import make_accelerator, make_sequence_group
 from finetune.distributed.world import World
 from finetune.models import load, quantized_weights
 from finetune.models import loss_chunks as head_chunks

@@ -21,7 +21,8 @@ from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, Model, Optimization, Recipe
 from finetune.data.batches import MicroBatch, StepBatch, make_filler
 from finetune.data.examples import Prompt
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.join import join, leave
+from finetune.distributed.world import World
 from finetune.models import attention_kernels as document_attention
 from finetune.models import load
 from finetune.models.decoder_layers import compile_layers

@@ -8,7 +8,7 @@ import torch
 from finetune.constants import IGNORE_INDEX
 from finetune.data.examples import Examples, cut
 from finetune.data.token_store import TokenStore
-from finetune.distributed.collective import DataParallelRank
+from finetune.distributed.world import DataParallelRank
 
 
 def Rank(rank: int = 0, size: int = 1, sequence_rank: int = 0, sequence_size: int = 1) -> DataParallelRank:  # noqa: N802

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.config.layout import Sharding, Strategy
-from finetune.distributed.accelerator import FSDP, REPLICATE, TENSOR, make_mesh, make_sequence_group
-from finetune.distributed.world import World
+from finetune.distributed.join import make_mesh, make_sequence_group
+from finetune.distributed.world import FSDP, REPLICATE, TENSOR, World
 
 DIVIDED = {"sequence_parallel_size": 2, "tensor_parallel_size": 2}
 SIZES: dict[str, dict[str, int]] = {

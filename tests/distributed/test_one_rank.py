@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.config.layout import Sharding, Strategy
 from finetune.config.schema import Lora, Model, Quantization
 from finetune.distributed import parallelize
-from finetune.distributed.world import join, leave
+from finetune.distributed.join import join, leave
 from finetune.models.load import load_model
 from tests.conftest import make_model
 from tests.models.families import documents, packed

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from finetune.distributed.world import is_alive, this_process
+from finetune.distributed.join import is_alive, this_process
 from tests.ranks import environment
 
 WAITS = """

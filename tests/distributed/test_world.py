@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from finetune.config.layout import Sharding
-from finetune.distributed import world
-from finetune.distributed.world import ALONE, join, leave, use_deterministic_kernels
+from finetune.distributed.join import ALONE, join, leave, use_deterministic_kernels
 from finetune.errors import UserError
 from tests.ranks import run_command, run_python
 
@@ -28,9 +27,9 @@ def test_a_gpu_run_with_offload_uses_its_share_of_the_cores(
     def stop(*_: object) -> None:
         raise JoinedError
 
-    monkeypatch.setattr(world, "_device", lambda _: torch.device("cuda", 0))
-    monkeypatch.setattr(world, "_join_process_group", stop)
-    monkeypatch.setattr(world, "_launcher_has_threads", lambda: given)
+    monkeypatch.setattr("finetune.distributed.join._device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr("finetune.distributed.join._join_process_group", stop)
+    monkeypatch.setattr("finetune.distributed.join._launcher_has_threads", lambda: given)
     for name, value in {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}.items():
         monkeypatch.setenv(name, value)
     before = torch.get_num_threads()
@@ -49,7 +48,7 @@ def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(
     """A bare `accelerate launch` sets OMP_NUM_THREADS=1 itself; where the user has set it, that is kept."""
     script = tmp_path / "threads.py"
     script.write_text(
-        "import torch\nfrom finetune.config.accelerate_file import Sharding\nfrom finetune.distributed.world import join\n"
+        "import torch\nfrom finetune.config.accelerate_file import Sharding\nfrom finetune.distributed.join import join\n"
         "join(Sharding(layout='single', use_cpu=True))\nprint('threads', torch.get_num_threads())\n"
     )
     given = run_python(["-m", "accelerate.commands.launch", str(script)])

@@ -18,7 +18,8 @@ from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.join import join, leave
+from finetune.distributed.world import World
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer
 from tests.ranks import open_stores

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from finetune.config.layout import Sharding
 from finetune.config.module_names import base_name
 from finetune.config.schema import Lora, Model, Quantization
-from finetune.distributed.parallelize import unwrap
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.join import join, leave
+from finetune.distributed.model_parts import unwrap
+from finetune.distributed.world import World
 from finetune.models.load import load_model
 from finetune.models.quantized_layers import CODES, SCALES, QuantizedWeight, quantized_layers
 from finetune.models.quantized_weights import QuantizedTensor, unpack_scales

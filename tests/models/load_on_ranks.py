@@ -24,8 +24,10 @@ from finetune.config.schema import Data, Lora, Model, Optimization, Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.gradients import clip_gradients
-from finetune.distributed.parallelize import count_wrapped_units, decoder_layers, list_groups
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.join import join, leave
+from finetune.distributed.model_parts import decoder_layers
+from finetune.distributed.parallelize import count_wrapped_units, list_groups
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files.tensors import read, read_folder
 from finetune.models.load import load_model

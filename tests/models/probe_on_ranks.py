@@ -13,7 +13,8 @@ import torch
 
 from finetune.config.layout import Sharding
 from finetune.config.schema import Data, Lora, Model
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.join import join, leave
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models import attention as documents
 from finetune.models import load

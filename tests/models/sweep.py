@@ -27,7 +27,8 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.layout import Sharding
 from finetune.config.pretrained import load_config, read_facts
 from finetune.config.schema import Data, DatasetSource, Lora, Model, Recipe
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.join import join, leave
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.export.logits import check_streamed_logits
 from finetune.models.load import load_model

@@ -10,7 +10,7 @@ import torch
 from finetune.config.layout import Sharding
 from finetune.config.pretrained import load_config
 from finetune.config.schema import Lora, Model
-from finetune.distributed.world import join, leave
+from finetune.distributed.join import join, leave
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.models.load import build_on_meta, load_model
 from tests.ranks import run_python

@@ -11,7 +11,7 @@ from torch import nn
 
 from finetune.config.layout import Fp8, Sharding, gathers_fp8
 from finetune.config.schema import Lora, Model, Optimization, Quantization
-from finetune.distributed.world import join, leave
+from finetune.distributed.join import join, leave
 from finetune.errors import UserError
 from finetune.models.load import build_on_meta, load_model
 from finetune.optim.build import build_optimizer

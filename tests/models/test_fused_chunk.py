@@ -12,8 +12,8 @@ from torch import Tensor
 
 from finetune.config.facts import has_compiler
 from finetune.constants import IGNORE_INDEX
-from finetune.distributed.world import _keep_compiled
 from finetune.models.cross_entropy import linear_cross_entropy
+from finetune.models.decoder_layers import _keep_compiled
 from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.loss_chunks import ChunkFunction, ChunkOptions, LogitTransform, compute_chunk, compute_fused_chunk
 from finetune.plan.activations import Computation

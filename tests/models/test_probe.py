@@ -10,7 +10,7 @@ import torch
 
 from finetune.config.layout import Sharding
 from finetune.config.schema import Data, Lora, Model
-from finetune.distributed.world import join, leave
+from finetune.distributed.join import join, leave
 from finetune.errors import UserError
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward

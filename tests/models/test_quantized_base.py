@@ -17,7 +17,7 @@ from finetune.config.facts import adopt_quantization
 from finetune.config.layout import Sharding
 from finetune.config.pretrained import load_config, read_facts
 from finetune.config.schema import Lora, Model, Quantization, Recipe
-from finetune.distributed.world import join, leave
+from finetune.distributed.join import join, leave
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder
 from finetune.models.load import load_model

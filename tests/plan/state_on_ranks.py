@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.facts import with_recipe_keys
 from finetune.config.reader import read_recipe
+from finetune.distributed.join import join, leave
 from finetune.distributed.pipeline import find_pipeline
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.world import World
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer
 from finetune.optim.nvme import OffloadedOptimizer

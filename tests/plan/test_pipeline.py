@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from finetune.config.layout import split_layers
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Lora, PipelineSchedule
-from finetune.distributed.parallelize import decoder_layers
+from finetune.distributed.model_parts import decoder_layers
 from finetune.distributed.pipeline import find_pipeline, keep_own_layers
 from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss

@@ -20,9 +20,9 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.distributed.accelerator import make_accelerator
+from finetune.distributed.join import join, leave, make_accelerator
 from finetune.distributed.parallelize import local_part
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.world import World
 from finetune.models import cpu_products
 from finetune.models.load import load_model
 from finetune.optim.build import UpdateInBackward, build_optimizer

@@ -15,7 +15,7 @@ from finetune.config.user_code import load, read_rows
 from finetune.data.batches import StepBatch
 from finetune.data.prepare import batch_rows
 from finetune.data.tokenizer import load_tokenizer
-from finetune.distributed.collective import alone
+from finetune.distributed.world import alone
 from finetune.files.run_json import read_json_lines
 from finetune.run import fine_tune
 from finetune.training.training_run import Hooks

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from finetune.config.facts import read_model_facts
 from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, Model
-from finetune.distributed.world import join, leave
+from finetune.distributed.join import join, leave
 from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.files.tensors import read, read_folder, read_slice

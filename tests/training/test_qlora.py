@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from finetune.checkpoint.resume import hash_base, load_start
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
-from finetune.distributed.world import join, leave
+from finetune.distributed.join import join, leave
 from finetune.export.export import export
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer

@@ -11,7 +11,7 @@ import torch
 
 from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, Model
-from finetune.distributed.world import join, leave
+from finetune.distributed.join import join, leave
 from finetune.export.export import export
 from finetune.models import quantized_weights
 from finetune.models.load import load_model

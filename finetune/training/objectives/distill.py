@@ -26,9 +26,9 @@ from finetune.data.batches import MicroBatch, StepBatch, StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.token_store import cache_folder
 from finetune.data.tokenizer import refuse_other_tokenizer
-from finetune.distributed.collective import RankGroup
-from finetune.distributed.parallelize import reshard, unwrap
-from finetune.distributed.world import World
+from finetune.distributed.model_parts import unwrap
+from finetune.distributed.parallelize import reshard
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files.durable import checksum, empty_folder, write_file
 from finetune.files.run_json import read_json_object

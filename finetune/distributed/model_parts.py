@@ -1,4 +1,4 @@
-"""The language model inside a model: of a vision-language one a part, of any other all of it.
+"""The parts of a model: inside the wrappers of its layout, the language model, its decoder layers, its tied parameters.
 
 A vision-language model is loaded whole. Its language model and output head are trained on text; the rest (the vision
 tower, the projector) is frozen, sharded with them, and never computed.
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 PARTS = ("language_model", "text_model")  # what transformers calls it
 IN_FILES = re.compile(rf"(?:model\.)?(?:{'|'.join(PARTS)})\.(?:model\.)?(.*)")
@@ -75,3 +77,29 @@ def base_of(model: Any) -> Any:
     """`model` without its output head."""
     found = getattr(model, model.base_model_prefix, model)
     return getattr(model, "model", model) if found is model else found  # Llama 4's text class has another name there
+
+
+def has_trained(model: nn.Module) -> bool:
+    """Whether anything in `model` is trained; nothing of a teacher is."""
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def unwrap(model: nn.Module) -> Any:
+    """The transformers model inside the wrappers of DDP and FSDP1."""
+    while isinstance(model, nn.parallel.DistributedDataParallel | Fsdp1):
+        model = model.module
+    return model
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of the language model that transformers itself would not split over devices."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    # FSDP2 gives a sharded module a class of its own, FSDP<its class>.
+    return [module for _, module in text_modules(model) if type(module).__name__.removeprefix("FSDP") in classes]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The second names of tied parameters -> the first; both as transformers names them, in every layout."""
+    first: dict[nn.Parameter, str] = {}
+    names = ((clean_tensor_name(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False))
+    return {name: first[parameter] for name, parameter in names if first.setdefault(parameter, name) != name}
