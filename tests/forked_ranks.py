@@ -30,7 +30,7 @@ def import_all() -> None:
     import finetune.export.export
     import finetune.models.load
     import finetune.optim.build
-    import finetune.optim.nvme
+    import finetune.optim.offload
     import finetune.run
     import finetune.session
     import finetune.training.lifecycle

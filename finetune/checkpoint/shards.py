@@ -39,8 +39,7 @@ from finetune.distributed.world import TENSOR, RankGroup, World, gather_json
 from finetune.errors import UserError
 from finetune.files.tensors import header_bytes, read_folder, read_slice
 from finetune.models.quantized_layers import CODES, SCALES, quantized_layers
-from finetune.optim.nvme import OffloadedOptimizer, OffloadedTensor
-from finetune.optim.scratch_file import allocate_aligned
+from finetune.optim.offload import OffloadedOptimizer, OffloadedTensor, allocate_aligned
 
 
 def is_quantized(tensor: Any) -> bool:

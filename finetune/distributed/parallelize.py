@@ -366,3 +366,48 @@ def _materialize(
             local = local_part(parameter)
             if local.numel() and name not in unfilled:
                 local.copy_(values(name, find_local_slices(parameter)))
+
+
+@torch.no_grad()
+def take_master_weights(model: nn.Module, dtype: torch.dtype, take: Callable[[nn.Parameter], object]) -> None:
+    """Hands every trained parameter of another dtype than `dtype` to `take`, then casts it to `dtype`.
+
+    One after another, so that no two copies of the model exist. What FSDP2 gathers is bit for bit what it would have
+    cast from the fp32 shard, and a gradient keeps the dtype that it had. Call it before the first forward.
+    """
+    for group in _groups_of(model):
+        kept = set()
+        for held in group.fsdp_params:
+            held.reset_sharded_param()  # weights that are tied were tied again after sharding
+            parameter = held.sharded_param
+            if not parameter.requires_grad or parameter.dtype == dtype:
+                continue
+            take(parameter)
+            kept.add(parameter.dtype)
+            lower = nn.Parameter(parameter.detach().to(dtype))
+            lower.grad_dtype = parameter.dtype
+            torch.utils.swap_tensors(parameter, lower)  # type: ignore[no-untyped-call]  # the same object, so that ties and names stay
+            held.reset_sharded_param()
+        if kept:
+            _keep_gradient_dtype(group, kept.pop())
+
+
+def _keep_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
+    """FSDP2 casts a reduced gradient to its parameter's dtype, which it looks up again at every `unshard`."""
+    look_up = group._init_mp_dtypes
+
+    def look_up_and_keep() -> None:
+        look_up()
+        group._orig_dtype = dtype
+
+    group._init_mp_dtypes = look_up_and_keep
+
+
+def _groups_of(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's groups of parameters, each once: a group may lie over several modules."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for group in list_groups(module) if isinstance(module, FSDPModule) else ():
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield group

@@ -14,7 +14,7 @@ from finetune.config.schema import Optimization, Recipe
 from finetune.distributed.gradients import combine_norms, group_by_mesh, measure_norm, whole_norm
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World
-from finetune.optim.nvme import OffloadedOptimizer
+from finetune.optim.offload import OffloadedOptimizer
 from finetune.optim.update_rules import MOMENTUM, Adafactor, AdamWBf16Moments, Muon, adamw_8bit_moments, seed_rounding
 
 Groups = list[dict[str, Any]]

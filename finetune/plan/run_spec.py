@@ -34,7 +34,7 @@ def count_files(
     tensors: Iterable[StateTensor], shards: int, optim: str, dtype: str, compute_dtype: str, rank: int = 0
 ) -> Files:
     """The file of `rank` for the trained `tensors`, which are of `dtype` and split into `shards`. A buffer holds the
-    largest decoder layer, or parameter that is in none (optim/nvme.py)."""
+    largest decoder layer, or parameter that is in none (optim/offload.py)."""
     itemsizes, units, count = list_offloaded_itemsizes(optim, dtype, compute_dtype), dict[str, int](), 0
     for tensor in tensors:
         if tensor.trainable:

@@ -31,8 +31,7 @@ from finetune.models.cpu_products import describe_products
 from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher
 from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear, quantized_layers
-from finetune.optim.nvme import OffloadedOptimizer
-from finetune.optim.scratch_file import check_scratch_folder
+from finetune.optim.offload import OffloadedOptimizer, check_scratch_folder
 from finetune.plan.advice import list_changes
 from finetune.plan.plan import format_plan, make_plan
 from finetune.plan.step_memory import find_peak

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from finetune.errors import UserError
-from finetune.optim import scratch_file
-from finetune.optim.scratch_file import allocate_aligned, check_scratch_folder, open_scratch_file
+from finetune.optim import offload
+from finetune.optim.offload import allocate_aligned, check_scratch_folder, open_scratch_file
 
 ON_CPU = torch.device("cpu")
 
@@ -19,9 +19,9 @@ ON_CPU = torch.device("cpu")
 def test_what_is_written_is_read_whatever_the_requests(
     is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch_file, "REQUEST_BYTES", 3 * 4096)
+    monkeypatch.setattr(offload, "REQUEST_BYTES", 3 * 4096)
     if not is_direct:
-        monkeypatch.setattr(scratch_file, "_make_direct", lambda descriptor: False)
+        monkeypatch.setattr(offload, "_make_direct", lambda descriptor: False)
     file = open_scratch_file(tmp_path / "a" / "b", 40 * 4096)
     values = allocate_aligned(20 * 4096, ON_CPU)
     values.copy_(torch.randint(0, 256, (20 * 4096,), dtype=torch.uint8))
@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_written_or_is_in_memory_is_one_sentence(
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=re.escape("cannot be written (Not a directory); name another folder")):
         check_scratch_folder(tmp_path / "file", 0, 1)
-    monkeypatch.setattr(scratch_file, "_find_filesystem", lambda folder: "tmpfs")
+    monkeypatch.setattr(offload, "_find_filesystem", lambda folder: "tmpfs")
     with pytest.raises(UserError, match="a tmpfs, which is host memory; name a folder on a disk"):
         check_scratch_folder(tmp_path, 0, 1)
 

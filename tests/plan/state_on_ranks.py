@@ -23,7 +23,7 @@ from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer
-from finetune.optim.nvme import OffloadedOptimizer
+from finetune.optim.offload import OffloadedOptimizer
 from tests.ranks import free_port, open_stores
 
 

@@ -17,8 +17,7 @@ import torch
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
-from finetune.optim.nvme import OffloadedOptimizer
-from finetune.optim.scratch_file import ScratchFile, align
+from finetune.optim.offload import OffloadedOptimizer, ScratchFile, align
 from finetune.run import fine_tune
 from tests.forked_ranks import fork_ranks, import_all, wait
 
