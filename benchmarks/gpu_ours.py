@@ -132,8 +132,9 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     from finetune.training.objectives.objective import SFT, Objective
     from finetune.training.objectives.preference import PreferenceObjective
     from finetune.training.reference import without_adapters
-    from finetune.training.step import make_guard, train_step
+    from finetune.training.step import train_step
     from finetune.training.throughput import peak_flops, peak_memory_bytes
+    from finetune.training.update import make_guard
 
     began = time.perf_counter()
     batches = step_batches(case, options)

@@ -1,17 +1,9 @@
-"""Mixtures of experts: how their experts are computed, and what their routers choose.
+"""How the experts of a mixture are computed. What its routers choose is in routing.py.
 
 `compute_in_groups` is what transformers has by the name grouped_mm, but for two things. Rows are moved by permutations,
 whose gradients are permutations too: indexing would add gradients up by atomic operations, which are slow and never
 twice the same. And an adapter of a weight W [in, out] stays in its factors (Hu et al. 2021, eq. 3): x W + s (x A) B.
 peft adds their product to the weight, whose gradient, of the size of all experts, is then multiplied with each factor.
-
-`Routing` counts the tokens that each expert receives, and computes the auxiliary loss that keeps routers balanced
-(Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6, as transformers has it: over all layers together):
-
-    auxiliary = experts * sum over experts of share_e * probability_e
-
-share_e is the number of tokens that chose expert e, probability_e the sum of its probabilities, both over the tokens of
-all ranks, micro-batches and layers of the step, divided by their number. Padding is no token.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,18 +17,14 @@ from torch import Tensor, nn
 from finetune.config.facts import count_chosen, count_experts
 from finetune.config.layout import Sharding
 from finetune.constants import ADAPTER_NAME, EXPERT_RANK_MULTIPLE
-from finetune.distributed.model_parts import language_model_of, trunk_of
+from finetune.distributed.model_parts import language_model_of
 from finetune.distributed.world import World
-from finetune.errors import UserError
 
 ROW_BYTES = 16  # whose multiples torch's grouped products take
 GROUPED = "grouped"  # among transformers' names for how experts are computed
 
 Factors = Mapping[str, tuple[Tensor, Tensor, float]]
 """By the parameter's name: left and right, whose product times the number is added to it, expert by expert."""
-
-ATTRIBUTE = "expert_routing"  # of a transformers model
-SEEN = "seen_output"  # of a router, between its forward and the end of the model's
 
 
 def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device_type: str) -> str:
@@ -249,168 +237,3 @@ def count_active(model: Any) -> dict[nn.Parameter, int]:
 def _without_adapters(module: Any) -> nn.Module:
     """What peft's adapters of parameters are wrapped around."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[no-any-return]
-
-
-def install_routing(model: Any, coefficient: float | None) -> None:
-    """Counts what the routers of `model` choose while it trains; before sharding. No effect on a dense model.
-
-    `coefficient`: of the auxiliary loss; None leaves it to the model's config, where it is on with
-    `output_router_logits`. That the family has such a loss, the rules have asked. Raises `UserError` where a
-    coefficient is asked for and no router is found.
-    """
-    config = model.config.get_text_config()
-    routers = _routers(model)
-    own = getattr(config, "router_aux_loss_coef", None) if getattr(config, "output_router_logits", False) else None
-    chosen = own if coefficient is None else coefficient
-    if coefficient and not routers:  # of a model's own code, which the rules cannot ask
-        raise UserError(f"router_aux_loss_coef: the routers of {type(model).__name__} are not found; remove the key")
-    if routers:
-        setattr(model, ATTRIBUTE, Routing(model, routers, config, chosen or 0.0))
-
-
-def find_routing(model: Any) -> "Routing | None":
-    """The routing of an unwrapped transformers model; None for a dense one."""
-    return getattr(model, ATTRIBUTE, None)
-
-
-class Routing:
-    """What the routers of one model choose, and their auxiliary loss."""
-
-    def __init__(
-        self, model: nn.Module, routers: Sequence[tuple[nn.Module, int]], config: Any, coefficient: float
-    ) -> None:
-        self.coefficient, self._routers = coefficient, routers
-        self.layers = len(routers)
-        self.experts = count_experts(config.to_dict())
-        self._chosen_per_token = count_chosen(config.to_dict()) or 1
-        self._counts: Tensor | None = None  # [layers, experts], tokens since the last line of metrics
-        self._auxiliary: Tensor | None = None  # this rank's part of the auxiliary losses since then
-        self._steps = 0
-        self._is_open = False  # between the beginning and the end of a training forward: recomputed layers do not count
-        self._is_counted, self._device = True, torch.device("cpu")
-        self._mask: Tensor | None = None
-        self._logits: dict[int, Tensor] = {}  # of the last forward, by layer
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end)
-        for router, _ in routers:
-            router.register_forward_hook(self._see)
-
-    def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._is_open = model.training and "labels" in kwargs
-        mask = kwargs.get("token_mask")
-        self._mask = None if mask is None else mask.flatten()
-        self._logits.clear()
-
-    def _see(self, router: nn.Module, _inputs: Any, output: Any) -> None:
-        # Within a layer that may be compiled: the same for all of them.
-        if self._is_open:
-            setattr(router, SEEN, output)
-
-    def _end(self, _model: nn.Module, _args: Any, result: Tensor) -> None:
-        if not self._is_open:
-            return
-        self._is_open, self._device = False, result.device
-        if self._is_counted and self._counts is None:
-            self._counts = torch.zeros(self.layers, self.experts, device=self._device)
-        for layer, (router, index) in enumerate(self._routers):
-            output = vars(router).pop(SEEN, None)
-            if output is None:  # a layer of another stage
-                continue
-            logits = (output if isinstance(output, tuple) else (output,))[index].flatten(0, -2)
-            if self.coefficient:
-                self._logits[layer] = logits
-            if self._is_counted:
-                assert self._counts is not None
-                self._counts[layer] += self._count(_chosen(output, logits, self._chosen_per_token))
-
-    def _count(self, chosen: Tensor) -> Tensor:
-        """Tokens for each expert, of `chosen` [tokens, experts of a token]: float32[experts]."""
-        ones = torch.ones(chosen.shape, device=chosen.device)
-        if self._mask is not None:
-            ones = ones * self._mask[:, None]
-        counts = torch.zeros(self.experts + 1, device=chosen.device)  # the last: none of them (Zaya)
-        return counts.scatter_add_(0, chosen.flatten(), ones.flatten())[:-1]
-
-    def selected(self) -> Tensor:
-        """Tokens for each expert in the last forward, over all layers, by their probabilities alone:
-        float32[experts]."""
-        chosen = (logits.detach().softmax(-1).topk(self._chosen_per_token).indices for logits in self._logits.values())
-        none = torch.zeros(self.experts, device=self._device)  # where a rank of a pipeline has dense layers alone
-        return sum((self._count(each) for each in chosen), none)
-
-    def count_selected(self, model: nn.Module, inputs: Iterable[dict[str, Any]], device: torch.device) -> Tensor:
-        """`selected` over the forwards of `inputs`, without gradients; no random state is changed."""
-        self._is_counted = False
-        total = torch.zeros(self.experts, device=device)
-        nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                for each in inputs:
-                    model(**each | {"trained_positions": nothing})
-                    total += self.selected()
-        finally:
-            self._is_counted = True
-        return total
-
-    def auxiliary_loss(self, selected: Tensor, tokens: int) -> Tensor:
-        """The last forward's part of the step's auxiliary loss, not yet multiplied by the coefficient; 0-dim.
-
-        selected: float32[experts], tokens for each expert over the whole step and all layers; tokens: of the whole
-        step.
-        """
-        total = torch.zeros(self.experts, device=selected.device)
-        for logits in self._logits.values():
-            probabilities = logits.float().softmax(-1)
-            total = total + (probabilities if self._mask is None else probabilities * self._mask[:, None]).sum(0)
-        rows = max(1, tokens * self.layers)
-        loss = self.experts * (selected / rows * total / rows).sum()
-        self._auxiliary = loss.detach() if self._auxiliary is None else self._auxiliary + loss.detach()
-        return loss
-
-    def end_step(self) -> None:
-        """Counts an optimizer step, for the mean of the auxiliary loss."""
-        self._logits.clear()
-        self._steps += 1
-
-    def take_metrics(self, world: World) -> dict[str, Any]:
-        """What the steps since the last call amount to, over all ranks. All ranks call it.
-
-        The largest share of a layer's tokens that one expert received (1 / experts where all are alike), and the share
-        of its experts that received none; then the worst layer's share of either.
-        """
-        if self._counts is None:
-            return {}
-        counts = world.sum(self._counts).cpu()
-        shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
-        largest = [round(float(share), 4) for share in shares.max(1).values]
-        idle = [round(float(share), 4) for share in (counts == 0).float().mean(1)]
-        found: dict[str, Any] = {
-            "largest_expert_share": max(largest),
-            "idle_expert_share": max(idle),
-            "largest_expert_share_by_layer": largest,
-            "idle_expert_share_by_layer": idle,
-        }
-        if self._auxiliary is not None:
-            found["router_aux_loss"] = world.sum(self._auxiliary).item() / max(1, self._steps)
-        self._counts, self._auxiliary, self._steps = None, None, 0
-        return found
-
-
-def _routers(model: Any) -> list[tuple[nn.Module, int]]:
-    """The routers of `model`, layer by layer, each with the place of its logits in its output, as transformers records
-    them for `output_router_logits`."""
-    recorded = getattr(model, "_can_record_outputs", None) or {}
-    trunk = trunk_of(model)
-    recorder = recorded.get("router_logits") or (getattr(trunk, "_can_record_outputs", None) or {}).get("router_logits")
-    target: Any = getattr(recorder, "target_class", recorder)
-    if not isinstance(target, type):
-        return []
-    modules: list[Any] = [module for module in model.modules() if type(module) is target]
-    return [(module, getattr(recorder, "index", 0)) for module in modules]
-
-
-def _chosen(output: Any, logits: Tensor, count: int) -> Tensor:
-    """The experts of each token, int64[tokens, count]: the router's own choice where it returns one."""
-    outputs = output if isinstance(output, tuple) else ()
-    own = [each for each in outputs if isinstance(each, Tensor) and each.dtype == torch.int64 and each.dim() == 2]
-    return own[-1] if own else logits.detach().topk(count).indices

@@ -40,19 +40,14 @@ from finetune.models.decoder_layers import (
 )
 from finetune.models.embedding import install_embedding_noise, refuse_frozen_tokens, train_new_tokens
 from finetune.models.expert_parallel import divide_experts
-from finetune.models.experts import (
-    count_active,
-    install_experts,
-    install_routing,
-    keep_factors,
-    set_experts_implementation,
-)
+from finetune.models.experts import count_active, install_experts, keep_factors, set_experts_implementation
 from finetune.models.fake_quantize import fake_quantize
 from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, find_top, head_divergence
 from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameters, read_adapter, with_adapters
 from finetune.models.loss_chunks import TokenWeights
 from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
+from finetune.models.routing import install_routing
 from finetune.models.vision import record_outputs
 from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values, untie_as_stored
 

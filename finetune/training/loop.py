@@ -15,11 +15,11 @@ from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe, Run
 from finetune.constants import count_steps
 from finetune.data.batches import StepBatch
-from finetune.optim.build import UpdateInBackward
 from finetune.training.evaluate import evaluate
-from finetune.training.step import handle_nonfinite, make_guard, train_step
+from finetune.training.step import train_step
 from finetune.training.throughput import Compilation, Window, collect_garbage, garbage_collected_between_lines
 from finetune.training.training_run import TrainingRun
+from finetune.training.update import UpdateInBackward, handle_nonfinite, make_guard
 from finetune.training.watch import Requests, SignalListener
 
 

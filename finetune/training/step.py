@@ -1,168 +1,36 @@
-"""One optimizer step, whole: forward and backward over the micro-batches, clip, check, update."""
+"""One optimizer step, whole: forward and backward over the micro-batches, then the update."""
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from finetune.config.optimization import OPTIMIZERS
-from finetune.config.schema import Optimization, Recipe
+from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.distributed.gradients import (
-    clip_gradients,
-    is_scaled,
-    sum_partial_gradients,
-    unscale,
-    update,
-    without_gradient_sync,
-)
+from finetune.distributed.gradients import sum_partial_gradients, without_gradient_sync
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
-from finetune.errors import UserError
 from finetune.models.embedding import NoisyDocuments
-from finetune.models.experts import Routing, find_routing
 from finetune.models.fake_quantize import round_from_step
-from finetune.optim.build import UpdateInBackward
-from finetune.optim.update_rules import seed_from, seed_rounding
+from finetune.models.routing import auxiliary_loss_of_step, find_routing
+from finetune.optim.update_rules import seed_from
 from finetune.training.objectives.objective import SFT, Measured, Objective
+from finetune.training.update import (
+    DeviceGuard,
+    HostGuard,
+    StepResult,
+    UpdateInBackward,
+    clip_and_update,
+    set_learning_rate,
+)
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
     """Seeds dropout by the step alone, so that a resumed run needs no random state."""
     seed_from(f"{seed}/{step}/{rank}")
-
-
-SHOWN_IDS = 16  # ids of examples named for each rank
-
-
-@dataclass(frozen=True, slots=True)
-class StepCheck:
-    """What is checked of a step before its update, on this rank."""
-
-    step: int  # 0-based
-    example_ids: tuple[int, ...]
-    loss_sum: torch.Tensor  # of this rank, 0-dim
-    grad_norm: torch.Tensor  # of all ranks' gradients, 0-dim
-
-    @classmethod
-    def of(cls, batch: StepBatch, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> "StepCheck":
-        """The check of `batch`'s step."""
-        ids = tuple(example_id for micro_batch in batch.micro_batches for example_id in micro_batch.example_ids)
-        return cls(batch.step, ids, loss_sum, grad_norm)
-
-
-class HostGuard:
-    """Reads every step's loss and gradient norm before its update: on a CPU nothing has to be waited for."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._scaled = is_scaled(world)  # then a gradient may overflow: the scaler skips that step's update
-
-    def must_skip(self, check: StepCheck) -> bool:
-        """Whether any rank's loss, or the gradient, is not finite. All ranks call it and return the same."""
-        values = check.loss_sum if self._scaled else check.loss_sum + check.grad_norm
-        return self._world.any(not bool(torch.isfinite(values)))
-
-    def raise_if_bad(self, policy: Optimization) -> None:
-        """Every step has been checked already."""
-
-
-class DeviceGuard:
-    """Finds steps that are not finite without making the host wait for the GPU.
-
-    From the first bad step on, the optimizer itself leaves the parameters alone, by the flag that torch's fused
-    optimizers read for loss scaling (`found_inf`); the host reads the flag when it waits anyway. Only under
-    on_nonfinite: stop, since to count skipped steps the host must know of each.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
-        self._world = world
-        self._first_bad = torch.full((), -1, dtype=torch.int64, device=world.device)  # the first bad step
-        self._flag = torch.zeros((), device=world.device)
-        self._unread: dict[int, tuple[int, ...]] = {}  # steps that the host has not read yet -> their examples
-        optimizer.found_inf = self._flag  # type: ignore[attr-defined]
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-
-    def must_skip(self, check: StepCheck) -> bool:
-        """Marks the step on the device where any rank's loss, or the gradient, is not finite. The host knows later."""
-        self._unread[check.step] = check.example_ids
-        total = self._world.sum(check.loss_sum.clone())
-        is_bad = ~(torch.isfinite(total) & torch.isfinite(check.grad_norm))
-        self._first_bad.copy_(torch.where(is_bad & (self._first_bad < 0), check.step, self._first_bad))
-        self._flag.copy_(torch.maximum(self._flag, is_bad))
-        return False
-
-    def raise_if_bad(self, policy: Optimization) -> None:
-        """Waits for the device. Raises `UserError` where a step since the last call was not finite."""
-        first = int(self._first_bad.item())
-        if first >= 0:
-            unknown = torch.full((), float("nan"))
-            handle_nonfinite(policy, StepCheck(first, self._unread[first], unknown, unknown), 0, self._world)
-        self._unread.clear()
-
-
-def make_guard(optimizer: torch.optim.Optimizer, policy: Optimization, world: World) -> HostGuard | DeviceGuard:
-    """The guard of a run. The device's needs an optimizer that reads the flag, which a loss scaler would set itself.
-
-    Under CPU offload the update runs on the host, which would read the device's flag before its copy has arrived. Where
-    the state is in files, the host waits for every update anyway.
-    """
-    updates_on_gpu = world.device.type == "cuda" and not world.sharding.cpu_offload and policy.optim_offload == "none"
-    on_device = updates_on_gpu and policy.on_nonfinite == "stop" and not is_scaled(world)
-    reads_flag = OPTIMIZERS[policy.optim].reads_found_inf
-    return DeviceGuard(optimizer, world) if on_device and reads_flag else HostGuard(world)
-
-
-def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world: World) -> str:
-    """The message about a step that was skipped. All ranks call it, once one has seen a value that is not finite.
-
-    Raises `UserError` where `on_nonfinite` is stop, or `max_skipped_steps` have been skipped already.
-    """
-    ids, more = check.example_ids[:SHOWN_IDS], max(0, len(check.example_ids) - SHOWN_IDS)
-    reports = world.gather({"loss": _describe(check.loss_sum), "ids": ids, "more": more})
-    bad = {rank: r for rank, r in enumerate(reports) if r["loss"] in ("nan", "inf")} or dict(enumerate(reports))
-    places = "; ".join(
-        f"rank {rank}: loss {r['loss']}, examples {', '.join(map(str, r['ids']))}"
-        + (f" and {r['more']} more" if r["more"] else "")
-        for rank, r in bad.items()
-    )
-    what = (
-        f"step {check.step + 1}: the loss or gradient is not finite "
-        f"(gradient norm {_describe(check.grad_norm)}; {places})"
-    )
-    if policy.on_nonfinite == "stop":
-        kept = (
-            "by optim_in_backward some parameters were updated with their finite gradients before; nothing "
-            "of this step is saved"
-            if policy.optim_in_backward
-            else "the parameters were not updated"
-        )
-        raise UserError(
-            f"{what}; {kept}. Look at these examples with `finetune inspect --examples ID,ID`, or lower learning_rate"
-            + ("" if policy.optim_in_backward else ", or set on_nonfinite: skip")
-        )
-    if skipped >= policy.max_skipped_steps:
-        raise UserError(f"{what}; {skipped} steps were skipped before it, as many as max_skipped_steps allows")
-    return f"{what}; its update is skipped"
-
-
-def _describe(value: torch.Tensor) -> str:
-    magnitude = abs(float(value))
-    return f"{magnitude:g}" if math.isfinite(magnitude) else "nan" if math.isnan(magnitude) else "inf"
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one optimizer step did. The tensors are 0-dim, on the device: to read one is to wait for it."""
-
-    measured: Measured  # on this rank
-    grad_norm: torch.Tensor  # 2-norm of all ranks' gradients before clipping
-    failed_check: StepCheck | None  # where the loss or gradient was not finite, and nothing was updated
 
 
 def train_step(
@@ -192,12 +60,6 @@ def train_step(
     return clip_and_update(model, optimizer, batch, measured, recipe, world, guard, before_update, in_backward)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Sets the rate of the next update, for all parameters."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-
-
 def forward_backward(
     model: nn.Module,
     batch: StepBatch,
@@ -211,33 +73,6 @@ def forward_backward(
     seed_dropout(recipe.run.seed, batch.step, world.tensor_group_index)
     seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
     return accumulate_gradients(model, batch, world, objective, noise_seed=seed, in_backward=in_backward)
-
-
-def clip_and_update(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: StepBatch,
-    measured: Measured,
-    recipe: Recipe,
-    world: World,
-    guard: HostGuard | DeviceGuard,
-    before_update: Callable[[], None] = lambda: None,
-    in_backward: UpdateInBackward | None = None,
-) -> StepResult:
-    """Clips the gradients, and updates the parameters where `guard` finds loss and gradient finite. All ranks call it.
-
-    batch, measured: what the gradients are of.
-    """
-    unscale(optimizer, world)
-    grad_norm = in_backward.norm(model) if in_backward else clip_gradients(model, recipe.optimization.max_grad_norm)
-    check = StepCheck.of(batch, measured.loss_sum, grad_norm)
-    is_skipped = guard.must_skip(check)
-    if not is_skipped and in_backward is None:
-        before_update()
-        seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
-        update(optimizer, world)
-    optimizer.zero_grad(set_to_none=True)
-    return StepResult(measured, grad_norm, check if is_skipped else None)
 
 
 def accumulate_gradients(
@@ -271,7 +106,9 @@ def accumulate_gradients(
             inputs["noisy_documents"] = NoisyDocuments(noise_seed, batch.step, ids, lengths, first)
         return inputs
 
-    add_auxiliary = auxiliary_loss_of_step(model, routing, batch, inputs_of, world)
+    pipeline, inputs = find_pipeline(unwrap(model)), map(inputs_of, batch.micro_batches)
+    is_one_forward = len(batch.micro_batches) == 1 and pipeline is None
+    add_auxiliary = auxiliary_loss_of_step(model, routing, inputs, batch.tokens, world, is_one_forward=is_one_forward)
 
     def measure(micro_batch: MicroBatch) -> torch.Tensor:
         nonlocal total
@@ -282,7 +119,7 @@ def accumulate_gradients(
         total += measured.detach()
         return add_auxiliary(measured.loss_sum * (world.tensor_group_count / count))
 
-    if pipeline := find_pipeline(unwrap(model)):
+    if pipeline is not None:
         auxiliary = None if routing is None else lambda: add_auxiliary(torch.zeros((), device=world.device))
         each = batch.micro_batches
         sizes = [(one.input_ids.shape[0], one.input_ids.shape[1]) for one in each]
@@ -300,29 +137,3 @@ def accumulate_gradients(
     if routing is not None:
         routing.end_step()
     return total
-
-
-def auxiliary_loss_of_step(
-    model: nn.Module,
-    routing: Routing | None,
-    batch: StepBatch,
-    inputs_of: Callable[[MicroBatch], dict[str, Any]],
-    world: World,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that adds the auxiliary loss of the latest forward to its loss; the loss itself where there is none.
-
-    The auxiliary loss multiplies what the whole step selects with the probabilities of each token. With several
-    micro-batches the first backward needs the selection of the last, hence a forward of each without gradients.
-    """
-    if routing is None or not routing.coefficient:
-        return lambda loss: loss
-    used: Routing = routing
-    of_step: torch.Tensor | None = None
-    if len(batch.micro_batches) > 1 or find_pipeline(unwrap(model)):
-        of_step = world.sum(used.count_selected(model, map(inputs_of, batch.micro_batches), world.device))
-
-    def add(loss: torch.Tensor) -> torch.Tensor:
-        selected = world.sum(used.selected()) if of_step is None else of_step
-        return loss + world.stage_size * used.coefficient * used.auxiliary_loss(selected, batch.tokens)
-
-    return add

@@ -19,7 +19,7 @@ from finetune.data.batches import StepBatch
 from finetune.distributed.model_parts import unwrap
 from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
 from finetune.models.decoder_layers import CACHE_VARIABLE
-from finetune.models.experts import find_routing
+from finetune.models.routing import find_routing
 from finetune.training.objectives.objective import Measured
 from finetune.units import counted
 

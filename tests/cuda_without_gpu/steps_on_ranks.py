@@ -26,11 +26,12 @@ from finetune.distributed.world import World
 from finetune.models import attention_kernels as document_attention
 from finetune.models import load
 from finetune.models.decoder_layers import compile_layers
-from finetune.models.experts import find_routing
+from finetune.models.routing import find_routing
 from finetune.optim.build import build_optimizer
 from finetune.training.evaluate import answer, measure_held_out
 from finetune.training.objectives.objective import SFT
-from finetune.training.step import make_guard, train_step
+from finetune.training.step import train_step
+from finetune.training.update import make_guard
 from tests.conftest import make_model, make_tokenizer
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen

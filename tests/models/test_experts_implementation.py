@@ -21,16 +21,10 @@ from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations, compile_layers
 from finetune.models.expert_parallel import DividedExperts, divide_layer
-from finetune.models.experts import (
-    choose_experts_implementation,
-    expert_modules,
-    find_routing,
-    install_routing,
-    keep_factors,
-    register_grouped,
-)
+from finetune.models.experts import choose_experts_implementation, expert_modules, keep_factors, register_grouped
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
+from finetune.models.routing import find_routing, install_routing
 from finetune.training.reference import adapters_off
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.models.families import VOCABULARY, documents, packed

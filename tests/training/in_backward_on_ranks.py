@@ -25,10 +25,11 @@ from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World
 from finetune.models import cpu_products
 from finetune.models.load import load_model
-from finetune.optim.build import UpdateInBackward, build_optimizer
+from finetune.optim.build import build_optimizer
 from finetune.plan.plan import make_plan
 from finetune.training.objectives.objective import SFT
-from finetune.training.step import make_guard, train_step
+from finetune.training.step import train_step
+from finetune.training.update import UpdateInBackward, make_guard
 from tests.forked_ranks import fork_ranks, import_all, wait
 from tests.plan.traced import allocated_peak
 

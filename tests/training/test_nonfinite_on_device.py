@@ -14,7 +14,7 @@ from finetune.data.batches import StepBatch, make_filler
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.update_rules import AdamWBf16Moments
-from finetune.training.step import DeviceGuard, HostGuard, StepCheck, make_guard
+from finetune.training.update import DeviceGuard, HostGuard, StepCheck, make_guard
 
 
 def alone() -> World:
