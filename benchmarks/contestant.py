@@ -52,7 +52,7 @@ def ours(workspace: Path, layout: str, bf16: bool, keys: list[str], turns: Turns
     """finetune's own run, all of it; only its batches are paced."""
     from finetune.config.accelerate_file import read_sharding
     from finetune.config.reader import read_recipe
-    from finetune.data.batches import StoredBatches
+    from finetune.data.packing import StoredBatches
     from finetune.run import fine_tune
 
     given = StoredBatches.batches

@@ -32,8 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.checkpoint.manifest import MODEL
 from finetune.config.module_names import is_adapter
-from finetune.distributed.model_parts import tied_names, unwrap
-from finetune.distributed.parallelize import local_part
+from finetune.distributed.model_parts import local_part, tied_names, unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import TENSOR, RankGroup, World, gather_json
 from finetune.errors import UserError

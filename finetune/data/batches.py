@@ -1,30 +1,21 @@
-"""Batches: what a rank trains on in one optimizer step. The state of the loader is one integer, the step."""
+"""Batches: what a rank trains on in one optimizer step, and the tensors of its micro-batches."""
 
-import json
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
-from finetune.data.examples import Examples, refuse_typed_images
 from finetune.data.images import ImageProcessor
 from finetune.data.messages import BadRow
-from finetune.data.packing import BatchConfig, Rows, arrange_epoch
-from finetune.distributed.world import DataParallelRank
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
-    from finetune.data.data_report import Report
+    from finetune.data.examples import Examples
 
 Ids = NDArray[np.int64]
 
@@ -108,7 +99,7 @@ class MicroBatch:
 
 
 def collate(
-    examples: Examples,
+    examples: "Examples",
     ids: Ids,
     *,
     packing: bool,
@@ -126,7 +117,7 @@ def collate(
     return replace(rated, desirable=ratings > 0, mismatched=mismatched)
 
 
-def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, part: int, parts: int) -> MicroBatch:
+def _collate(examples: "Examples", ids: Ids, packing: bool, pad_token_id: int, part: int, parts: int) -> MicroBatch:
     if len(ids) == 0:
         micro_batch = make_filler(packing, parts)
     else:
@@ -138,7 +129,7 @@ def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, par
     return replace(micro_batch, trained_documents=_find_trained_documents(micro_batch))
 
 
-def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProcessor) -> MicroBatch:
+def _add_images(micro_batch: MicroBatch, examples: "Examples", images: ImageProcessor) -> MicroBatch:
     """The micro-batch with the pixels of its documents' images. Raises `UserError` where one cannot be read."""
     ids = micro_batch.example_ids
     found = [image for example_id in ids for image in examples.read_images(example_id)]
@@ -159,7 +150,7 @@ def _take_part(micro_batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     )
 
 
-def _pack(examples: Examples, ids: Ids, parts: int) -> MicroBatch:
+def _pack(examples: "Examples", ids: Ids, parts: int) -> MicroBatch:
     lengths = examples.lengths[ids].astype(np.int64)
     tokens = int(lengths.sum())
     padding = -tokens % (ROUND_TOKENS * parts)
@@ -187,7 +178,7 @@ def _pack(examples: Examples, ids: Ids, parts: int) -> MicroBatch:
     )
 
 
-def _pad(examples: Examples, ids: Ids, pad_token_id: int, parts: int) -> MicroBatch:
+def _pad(examples: "Examples", ids: Ids, pad_token_id: int, parts: int) -> MicroBatch:
     longest = -(-int(examples.lengths[ids].max()) // parts) * parts
     input_ids = np.full((len(ids), longest), pad_token_id, np.int64)
     labels = np.full((len(ids), longest), IGNORE_INDEX, np.int64)
@@ -246,9 +237,6 @@ def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
     )
 
 
-OnReport = Callable[["Report", list[str]], None]  # the report so far, and what is new in it as lines for the log
-
-
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """One optimizer step's share of this rank. The counts are those of all ranks together."""
@@ -262,122 +250,3 @@ class StepBatch:
     squared_tokens: int = 0  # of the step over all ranks: the squares of its documents' lengths, which attention costs
     groups: int = 0  # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
     has_own_rows: bool = False  # that a script has given, so that their numbers are not those of the run's examples
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBatches:
-    """The batches of a run over `examples`, for one rank."""
-
-    examples: Examples
-    config: BatchConfig
-    per_device_batch_size: int  # rows in a micro-batch
-    steps: int  # in the whole run
-    world: DataParallelRank
-    threads: int  # that build batches in advance; 0 builds them when asked
-    pad_token_id: int
-    epoch_rows: Callable[[int], Rows]  # caches the latest epochs
-    images: ImageProcessor | None = None  # None: the examples hold none
-    iterations: int = 1  # optimizer steps on the same rows
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens in a packed row."""
-        return self.config.max_length * self.examples.group_size
-
-    @property
-    def rows_per_epoch(self) -> int:
-        return len(self.epoch_rows(0))
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return ceil(self.rows_per_epoch / self.config.global_batch_size) * self.iterations
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the files that are trained on, not of the rendered text, which may hold a date."""
-        content = [store.facts["content"] for store in self.examples.stores]
-        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
-
-    def rows_of(self, step: int) -> list[Ids]:
-        """The rows of step `step` over all ranks, each the ids of its examples; `iterations` are one step."""
-        epoch, within = divmod(step, self.steps_per_epoch // self.iterations)
-        rows, size = self.epoch_rows(epoch), self.config.global_batch_size
-        return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
-
-    def step_batch(self, step: int) -> StepBatch:
-        """This rank's share of step `step`: its rows rank, rank + size, ..., or its part of their tokens."""
-        rows = self.rows_of(step)
-        ids = np.concatenate(rows)
-        lengths = self.examples.lengths[ids].astype(np.int64)
-        form = partial(
-            collate,
-            self.examples,
-            packing=self.config.packing,
-            pad_token_id=self.pad_token_id,
-            part=self.world.sequence_rank,
-            parts=self.world.sequence_size,
-            images=self.images,
-        )
-        return StepBatch(
-            step=step,
-            epoch=(step + 1) / self.steps_per_epoch,
-            micro_batches=tuple(map(form, self.list_micro_batches(rows, self.world.rank))),
-            tokens=int(lengths.sum()),
-            squared_tokens=int(lengths @ lengths),
-            trained_tokens=int(self.examples.trained[ids].sum(dtype=np.int64)),
-            chosen_tokens=int(self.examples.trained[ids[:: self.examples.group_size]].sum(dtype=np.int64)),
-            groups=len(ids) // self.examples.group_size,
-        )
-
-    def list_micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
-        """The example ids of each micro-batch of a rank; as many on every rank, of which the last may be empty."""
-        size = self.per_device_batch_size
-        count = ceil(ceil(len(rows) / self.world.size) / size)
-        mine = rows[rank :: self.world.size]
-        return [np.concatenate([np.zeros(0, np.int64), *mine[i * size : (i + 1) * size]]) for i in range(count)]
-
-    def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
-        """The step batches from `from_step` to the end, built in advance by threads, in pinned memory for CUDA.
-
-        `on_report` is never called: all of the data has been read.
-        """
-        steps = range(from_step, self.steps)
-        if self.threads == 0:
-            yield from map(self._pinned_batch, steps)
-            return
-        pending: deque[Future[StepBatch]] = deque()
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="batches") as pool:
-            try:
-                for step in steps:
-                    pending.append(pool.submit(self._pinned_batch, step))
-                    if len(pending) > 2 * self.threads:
-                        yield pending.popleft().result()
-                while pending:
-                    yield pending.popleft().result()
-            finally:
-                for future in pending:
-                    future.cancel()
-
-    def _pinned_batch(self, step: int) -> StepBatch:
-        batch = self.step_batch(step)
-        if self.world.device.type != "cuda":
-            return batch
-        return replace(batch, micro_batches=tuple(micro_batch.pin_memory() for micro_batch in batch.micro_batches))
-
-
-def make_batches(
-    examples: Examples,
-    config: BatchConfig,
-    world: DataParallelRank,
-    per_device_batch_size: int,
-    tokenizer: Any = None,
-    threads: int = 0,
-) -> StoredBatches:
-    """The batches of one epoch; `replace` its `steps` for more or fewer. `tokenizer`: None for tokens without text."""
-    rows = lru_cache(maxsize=2)(partial(arrange_epoch, examples.lengths, config, examples.group_size))
-    pad, images = getattr(tokenizer, "pad_token_id", None) or 0, None
-    if examples.has_images:
-        images = tokenizer.images
-        refuse_typed_images(examples, images.token_ids)
-    batches = StoredBatches(examples, config, per_device_batch_size, 0, world, threads, pad, rows, images)
-    return replace(batches, steps=batches.steps_per_epoch)

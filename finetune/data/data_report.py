@@ -17,7 +17,7 @@ from finetune.data.tokenize import SHOWN_BAD_ROWS, SourceStats, count_columns
 from finetune.units import counted
 
 if TYPE_CHECKING:
-    from finetune.data.batches import StoredBatches
+    from finetune.data.packing import StoredBatches
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 COUNTED = (

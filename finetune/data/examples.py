@@ -109,6 +109,17 @@ class Examples:
     def _store_of(self, example_id: int) -> TokenStore:
         return self.stores[int(self.store[example_id])]
 
+    def refuse_typed_images(self, image_token_ids: Sequence[int]) -> None:
+        """Raises `UserError` where a document without an image holds an image's token, which another's would take."""
+        for store in self.stores:
+            places = np.flatnonzero(np.isin(store.input_ids, image_token_ids))
+            documents = np.unique(np.searchsorted(store.starts, places, side="right") - 1)
+            typed = [document for document in documents.tolist() if not store.count_images(document)]
+            if typed:
+                raise UserError(
+                    f"{store.where(typed[0])}: its text holds a token of an image, and the row has no image"
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
@@ -182,16 +193,6 @@ def _refuse_torn(
             f"{store.where(torn[0])}: an image that max_length = {max_length} tokens would cut; "
             f"{counted(len(torn), 'document')} of this kind; raise max_length, or set overlength: drop"
         )
-
-
-def refuse_typed_images(examples: Examples, image_token_ids: Sequence[int]) -> None:
-    """Raises `UserError` where a document without an image holds an image's token, whose place another would take."""
-    for store in examples.stores:
-        places = np.flatnonzero(np.isin(store.input_ids, image_token_ids))
-        documents = np.unique(np.searchsorted(store.starts, places, side="right") - 1)
-        typed = [document for document in documents.tolist() if not store.count_images(document)]
-        if typed:
-            raise UserError(f"{store.where(typed[0])}: its text holds a token of an image, and the row has no image")
 
 
 def join(parts: Sequence[Examples]) -> Examples:

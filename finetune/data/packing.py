@@ -1,13 +1,30 @@
-"""How examples become rows: their order, a pure function of (seed, epoch), and best-fit-decreasing packing."""
+"""How examples become rows, and rows the batches of a rank: their order is a pure function of (seed, epoch).
 
+The state of the loader is one integer, the step.
+"""
+
+import json
 from bisect import bisect_left, insort
-from dataclasses import dataclass
-from typing import Self
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import ceil
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from finetune.config.schema import Recipe
+from finetune.data.batches import Ids, StepBatch, collate
+from finetune.data.images import ImageProcessor
+from finetune.distributed.world import DataParallelRank
+
+if TYPE_CHECKING:
+    from finetune.data.data_report import Report
+    from finetune.data.examples import Examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +197,125 @@ def _group_by_length(
     whole = [step for step in steps if len(step) == step_rows]
     short = [step for step in steps if len(step) < step_rows]  # at most one: it ends the epoch
     return np.concatenate([whole[i] for i in random.permutation(len(whole))] + short) if steps else drawn
+
+
+OnReport = Callable[["Report", list[str]], None]  # the report so far, and what is new in it as lines for the log
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatches:
+    """The batches of a run over `examples`, for one rank."""
+
+    examples: "Examples"
+    config: BatchConfig
+    per_device_batch_size: int  # rows in a micro-batch
+    steps: int  # in the whole run
+    world: DataParallelRank
+    threads: int  # that build batches in advance; 0 builds them when asked
+    pad_token_id: int
+    epoch_rows: Callable[[int], Rows]  # caches the latest epochs
+    images: ImageProcessor | None = None  # None: the examples hold none
+    iterations: int = 1  # optimizer steps on the same rows
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in a packed row."""
+        return self.config.max_length * self.examples.group_size
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return len(self.epoch_rows(0))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return ceil(self.rows_per_epoch / self.config.global_batch_size) * self.iterations
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the files that are trained on, not of the rendered text, which may hold a date."""
+        content = [store.facts["content"] for store in self.examples.stores]
+        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+
+    def rows_of(self, step: int) -> list[Ids]:
+        """The rows of step `step` over all ranks, each the ids of its examples; `iterations` are one step."""
+        epoch, within = divmod(step, self.steps_per_epoch // self.iterations)
+        rows, size = self.epoch_rows(epoch), self.config.global_batch_size
+        return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
+
+    def step_batch(self, step: int) -> StepBatch:
+        """This rank's share of step `step`: its rows rank, rank + size, ..., or its part of their tokens."""
+        rows = self.rows_of(step)
+        ids = np.concatenate(rows)
+        lengths = self.examples.lengths[ids].astype(np.int64)
+        form = partial(
+            collate,
+            self.examples,
+            packing=self.config.packing,
+            pad_token_id=self.pad_token_id,
+            part=self.world.sequence_rank,
+            parts=self.world.sequence_size,
+            images=self.images,
+        )
+        return StepBatch(
+            step=step,
+            epoch=(step + 1) / self.steps_per_epoch,
+            micro_batches=tuple(map(form, self.list_micro_batches(rows, self.world.rank))),
+            tokens=int(lengths.sum()),
+            squared_tokens=int(lengths @ lengths),
+            trained_tokens=int(self.examples.trained[ids].sum(dtype=np.int64)),
+            chosen_tokens=int(self.examples.trained[ids[:: self.examples.group_size]].sum(dtype=np.int64)),
+            groups=len(ids) // self.examples.group_size,
+        )
+
+    def list_micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
+        """The example ids of each micro-batch of a rank; as many on every rank, of which the last may be empty."""
+        size = self.per_device_batch_size
+        count = ceil(ceil(len(rows) / self.world.size) / size)
+        mine = rows[rank :: self.world.size]
+        return [np.concatenate([np.zeros(0, np.int64), *mine[i * size : (i + 1) * size]]) for i in range(count)]
+
+    def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
+        """The step batches from `from_step` to the end, built in advance by threads, in pinned memory for CUDA.
+
+        `on_report` is never called: all of the data has been read.
+        """
+        steps = range(from_step, self.steps)
+        if self.threads == 0:
+            yield from map(self._pinned_batch, steps)
+            return
+        pending: deque[Future[StepBatch]] = deque()
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="batches") as pool:
+            try:
+                for step in steps:
+                    pending.append(pool.submit(self._pinned_batch, step))
+                    if len(pending) > 2 * self.threads:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
+            finally:
+                for future in pending:
+                    future.cancel()
+
+    def _pinned_batch(self, step: int) -> StepBatch:
+        batch = self.step_batch(step)
+        if self.world.device.type != "cuda":
+            return batch
+        return replace(batch, micro_batches=tuple(micro_batch.pin_memory() for micro_batch in batch.micro_batches))
+
+
+def make_batches(
+    examples: "Examples",
+    config: BatchConfig,
+    world: DataParallelRank,
+    per_device_batch_size: int,
+    tokenizer: Any = None,
+    threads: int = 0,
+) -> StoredBatches:
+    """The batches of one epoch; `replace` its `steps` for more or fewer. `tokenizer`: None for tokens without text."""
+    rows = lru_cache(maxsize=2)(partial(arrange_epoch, examples.lengths, config, examples.group_size))
+    pad, images = getattr(tokenizer, "pad_token_id", None) or 0, None
+    if examples.has_images:
+        images = tokenizer.images
+        examples.refuse_typed_images(images.token_ids)
+    batches = StoredBatches(examples, config, per_device_batch_size, 0, world, threads, pad, rows, images)
+    return replace(batches, steps=batches.steps_per_epoch)

@@ -18,7 +18,7 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data, DatasetSource, Recipe, compute_global_batch_size
 from finetune.config.user_code import plain_row
-from finetune.data.batches import MicroBatch, OnReport, StepBatch, StoredBatches, make_batches
+from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.data_report import (
     DataReport,
     Report,
@@ -31,7 +31,7 @@ from finetune.data.data_report import (
 )
 from finetune.data.examples import Examples, Prompt, cut_prompts, hold_out, mix_sources
 from finetune.data.findings import refuse_fatal
-from finetune.data.packing import BatchConfig, make_generator
+from finetune.data.packing import BatchConfig, OnReport, StoredBatches, make_batches, make_generator
 from finetune.data.sources import (
     RowBatch,
     describe_source,

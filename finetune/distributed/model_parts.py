@@ -1,21 +1,27 @@
-"""The parts of a model: inside the wrappers of its layout, the language model, its decoder layers, its tied parameters.
+"""The parts of a model: what its wrappers hold, its language model and decoder layers, and a rank's part of a tensor.
 
 A vision-language model is loaded whole. Its language model and output head are trained on text; the rest (the vision
 tower, the projector) is frozen, sharded with them, and never computed.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 PARTS = ("language_model", "text_model")  # what transformers calls it
 IN_FILES = re.compile(rf"(?:model\.)?(?:{'|'.join(PARTS)})\.(?:model\.)?(.*)")
 
 Stored = TypeVar("Stored")
+Slices = tuple[slice, ...]
+Values = Callable[[str, Slices], torch.Tensor]
+"""The value of a named parameter or persistent buffer within the given slices: from files, from a seed, wherever."""
 
 
 def trunk_of(model: Any) -> Any:
@@ -103,3 +109,20 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     first: dict[nn.Parameter, str] = {}
     names = ((clean_tensor_name(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False))
     return {name: first[parameter] for name, parameter in names if first.setdefault(parameter, name) != name}
+
+
+def find_local_slices(tensor: torch.Tensor) -> Slices:
+    """The slices of the whole tensor that this rank holds; all of it if the tensor is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be sharded.
+
+    Unwraps torchao's tensor around a weight that FSDP gathers in 8 bits: state and update work on the weight itself.
+    """
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(local, "_tensor", local)

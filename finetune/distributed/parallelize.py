@@ -18,21 +18,23 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.config.layout import Sharding
 from finetune.distributed.join import set_timeouts
-from finetune.distributed.model_parts import decoder_layers, has_trained, other_parts, tied_names
+from finetune.distributed.model_parts import (
+    Values,
+    decoder_layers,
+    find_local_slices,
+    has_trained,
+    local_part,
+    other_parts,
+    tied_names,
+)
 from finetune.distributed.pipeline import keep_own_layers
 from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.units import counted
-
-Slices = tuple[slice, ...]
-Values = Callable[[str, Slices], torch.Tensor]
-"""The value of a named parameter or persistent buffer within the given slices: from files, from a seed, wherever."""
 
 
 def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: tuple[str, ...]) -> Fsdp1:
@@ -266,23 +268,6 @@ def count_wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
             continue
         counts[name] = counts.get(name, 0) + 1
     return counts
-
-
-def find_local_slices(tensor: torch.Tensor) -> Slices:
-    """The slices of the whole tensor that this rank holds; all of it if the tensor is not sharded."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that may be sharded.
-
-    Unwraps torchao's tensor around a weight that FSDP gathers in 8 bits: state and update work on the weight itself.
-    """
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return getattr(local, "_tensor", local)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import xxhash
 from finetune.config.module_names import PEFT_PREFIX
 from finetune.config.pretrained import ADAPTER_WEIGHTS, why_unsupported
 from finetune.constants import ADAPTER
-from finetune.distributed.parallelize import Values
+from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
 from finetune.export.merge_choice import MergeChoice
 from finetune.export.publish import ExportOptions

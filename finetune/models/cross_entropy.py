@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.constants import IGNORE_INDEX
 from finetune.distributed.model_parts import trunk_of
+from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
 from finetune.models.loss_chunks import (
     PLAIN,
@@ -20,7 +21,6 @@ from finetune.models.loss_chunks import (
     LogitTransform,
     TokenWeights,
     compute_in_chunks,
-    find_local_head,
     find_needed_gradients,
 )
 from finetune.models.vision import forward_images

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from finetune.config.pretrained import Vocabulary
 from finetune.config.schema import Lora
-from finetune.distributed.parallelize import Slices
+from finetune.distributed.model_parts import Slices
 from finetune.errors import UserError
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.lora import seed_of

@@ -21,8 +21,8 @@ from finetune.config.pretrained import (
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Lora, Model, Optimization, Quantization, QuantizationAware, Recipe
 from finetune.constants import COMPUTE_DTYPE, PROCESSOR_FILES
-from finetune.distributed.model_parts import other_parts, take_language_model, text_names, unwrap
-from finetune.distributed.parallelize import Values, gathered, parallelize
+from finetune.distributed.model_parts import Values, other_parts, take_language_model, text_names, unwrap
+from finetune.distributed.parallelize import gathered, parallelize
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files.network import download_folder

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX, divergence_chunk_tokens
+from finetune.distributed.tensor_parallel import find_local_head
 from finetune.models.cross_entropy import CrossEntropyHead, HeadFunction
 from finetune.models.loss_chunks import (
     PLAIN,
@@ -27,7 +28,6 @@ from finetune.models.loss_chunks import (
     backward_in_chunks,
     compute_in_chunks,
     cross_entropy_gradient,
-    find_local_head,
     find_needed_gradients,
     label_log_probabilities,
     product_dtype,

@@ -34,8 +34,7 @@ from finetune.config.module_names import (
 )
 from finetune.config.schema import Lora
 from finetune.constants import ADAPTER_NAME
-from finetune.distributed.model_parts import has_other_parts, text_modules, text_names, trunk_of
-from finetune.distributed.parallelize import Slices, Values
+from finetune.distributed.model_parts import Slices, Values, has_other_parts, text_modules, text_names, trunk_of
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder, read_slice
 from finetune.models.experts import expert_modules, is_experts

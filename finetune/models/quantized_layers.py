@@ -26,8 +26,7 @@ from finetune.config.quantization import (
     quantized_bytes,
 )
 from finetune.config.schema import Quantization
-from finetune.distributed.model_parts import text_modules
-from finetune.distributed.parallelize import Values, find_local_slices, local_part
+from finetune.distributed.model_parts import Values, find_local_slices, local_part, text_modules
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.experts import compute_experts, find_factors, is_experts, take_over_adapters

@@ -26,7 +26,7 @@ from finetune.config.module_names import base_name
 from finetune.config.quantization import BLOCK, NESTED_BLOCK, quantize_to
 from finetune.config.schema import Quantization
 from finetune.constants import CONFIG_FILE, FP32
-from finetune.distributed.parallelize import Values
+from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
 from finetune.files.run_json import load_json
 from finetune.files.tensors import ComputedPart, ReadSlice, Slices, StoredTensor, read, read_slice

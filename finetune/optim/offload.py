@@ -30,8 +30,8 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from finetune.config.optimization import OPTIMIZERS, count_offloaded_bytes
 from finetune.config.schema import Optimization
 from finetune.constants import COMPUTE_DTYPE, OFFLOAD_ALIGNMENT
-from finetune.distributed.model_parts import decoder_layers, unwrap
-from finetune.distributed.parallelize import local_part, take_master_weights
+from finetune.distributed.model_parts import decoder_layers, local_part, unwrap
+from finetune.distributed.parallelize import take_master_weights
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.units import counted, disk_size

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from finetune.config.facts import has_compiler
-from finetune.distributed.parallelize import local_part
+from finetune.distributed.model_parts import local_part
 
 SLICE = 1 << 24  # elements updated at once where nothing fuses the update: bounds its fp32 temporaries to 64 MiB each
 

@@ -21,9 +21,10 @@ from finetune.config.layout import gathers_fp8
 from finetune.config.pretrained import text_config_of
 from finetune.config.reader import to_dict
 from finetune.config.schema import Model, Recipe, recipe_keys
-from finetune.data.batches import OnReport, StepBatch, StoredBatches
+from finetune.data.batches import StepBatch
 from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
+from finetune.data.packing import OnReport, StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.distributed.join import leave
 from finetune.distributed.model_parts import unwrap

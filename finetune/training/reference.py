@@ -24,7 +24,8 @@ from torch.distributed import ProcessGroup
 
 from finetune.config.module_names import is_adapter
 from finetune.config.schema import Recipe
-from finetune.data.batches import MicroBatch, StoredBatches
+from finetune.data.batches import MicroBatch
+from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.token_store import cache_folder
 from finetune.distributed.parallelize import reshard

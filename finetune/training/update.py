@@ -25,7 +25,7 @@ from finetune.distributed.gradients import (
     update,
     whole_norm,
 )
-from finetune.distributed.parallelize import local_part
+from finetune.distributed.model_parts import local_part
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.update_rules import seed_rounding

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
-from finetune.data.batches import MicroBatch, StoredBatches, make_batches
+from finetune.data.batches import MicroBatch
 from finetune.data.data_report import measure_fill
-from finetune.data.packing import BatchConfig
+from finetune.data.packing import BatchConfig, StoredBatches, make_batches
 from tests.data.world import Rank, examples_of
 
 LENGTHS = np.random.default_rng(0).integers(1, 65, size=101).tolist()

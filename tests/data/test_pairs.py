@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.data.batches import MicroBatch, StoredBatches, make_batches
+from finetune.data.batches import MicroBatch
 from finetune.data.data_report import find_held_out_in_training, measure_fill, select_examples
 from finetune.data.examples import cut, hold_out, mix_sources
-from finetune.data.packing import BatchConfig
+from finetune.data.packing import BatchConfig, StoredBatches, make_batches
 from tests.data.world import Rank, examples_of, store_of
 
 LENGTHS = np.random.default_rng(5).integers(2, 65, size=74).tolist()

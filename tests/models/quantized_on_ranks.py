@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, Model, Quantization
 from finetune.distributed.join import join, leave
-from finetune.distributed.model_parts import unwrap
-from finetune.distributed.parallelize import Slices, Values
+from finetune.distributed.model_parts import Slices, Values, unwrap
 from finetune.distributed.world import World
 from finetune.models import load
 from finetune.models import quantized_layers as layers_of_model

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.config.layout import Layout, MixedPrecision, Sharding
 from finetune.config.schema import Lora
-from finetune.distributed.parallelize import local_part
+from finetune.distributed.model_parts import local_part
 from finetune.models import attention_kernels as kernels
 from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss

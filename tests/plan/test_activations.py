@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from finetune.config.families import FAMILIES, PLANNED
 from finetune.config.layout import MixedPrecision, Sharding
 from finetune.config.schema import Lora
-from finetune.distributed.parallelize import local_part
+from finetune.distributed.model_parts import local_part
 from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations

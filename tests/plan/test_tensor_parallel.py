@@ -15,14 +15,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from finetune.config.layout import MixedPrecision, Sharding
 from finetune.config.schema import Lora
 from finetune.constants import loss_chunk_tokens
-from finetune.distributed.parallelize import local_part
-from finetune.distributed.tensor_parallel import divide_matrices
+from finetune.distributed.model_parts import local_part
+from finetune.distributed.tensor_parallel import VocabularyShard, divide_matrices
 from finetune.errors import UserError
 from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.lora import add_adapters
-from finetune.models.loss_chunks import ChunkOptions, VocabularyShard, choose_chunk_tokens
+from finetune.models.loss_chunks import ChunkOptions, choose_chunk_tokens
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.advice import list_changes
 from finetune.plan.run_spec import RunSpec

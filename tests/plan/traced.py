@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.distributed.parallelize import local_part
+from finetune.distributed.model_parts import local_part
 
 
 class LargestTensor(TorchDispatchMode):

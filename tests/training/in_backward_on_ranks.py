@@ -21,7 +21,7 @@ from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.join import join, leave, make_accelerator
-from finetune.distributed.parallelize import local_part
+from finetune.distributed.model_parts import local_part
 from finetune.distributed.world import World
 from finetune.models import cpu_products
 from finetune.models.load import load_model

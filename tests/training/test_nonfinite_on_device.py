@@ -80,7 +80,7 @@ def test_on_cuda_no_step_between_two_lines_of_metrics_waits_for_the_device(
 
     from finetune.config.accelerate_file import read_sharding
     from finetune.config.reader import read_recipe
-    from finetune.data.batches import StoredBatches
+    from finetune.data.packing import StoredBatches
     from finetune.run import fine_tune
 
     given = StoredBatches.batches

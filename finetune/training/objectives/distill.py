@@ -22,7 +22,8 @@ from finetune.config.facts import ModelFacts
 from finetune.config.pretrained import load_config, read_facts
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
-from finetune.data.batches import MicroBatch, StepBatch, StoredBatches
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.token_store import cache_folder
 from finetune.data.tokenizer import refuse_other_tokenizer

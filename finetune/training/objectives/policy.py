@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from finetune.config.methods import POLICY_LOSSES
 from finetune.config.schema import Recipe
 from finetune.constants import RATIO_BORDERS, RATIO_SHARES
-from finetune.data.batches import MicroBatch, StepBatch, StoredBatches
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.world import World
