@@ -1,6 +1,6 @@
 """Layers beside attention that look past a document's end: each document is computed as if it were alone.
 
-Two kinds have to be told where documents begin and end, packed or padded, on one rank or many.
+Two kinds need the boundaries of documents, in packed and padded rows, on one rank or many.
 
 `longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers takes the largest position
 of a batch for all of its rows, and its dynamic RoPE keeps the largest length that it has seen. The loss of a document
