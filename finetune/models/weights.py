@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from finetune.config.module_names import base_name
+from finetune.config.pretrained import Vocabulary, text_config_of
 from finetune.distributed.model_parts import Values, tied_names
-from finetune.config.pretrained import Vocabulary
-from finetune.config.pretrained import text_config_of
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
 from finetune.models.embedding import find_grown, grown_reader, grown_shape
