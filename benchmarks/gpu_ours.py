@@ -129,11 +129,11 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     import torch
 
     from finetune.config.methods import Method
+    from finetune.training.metrics import peak_flops, peak_memory_bytes
     from finetune.training.objectives.objective import SFT, Objective
     from finetune.training.objectives.preference import PreferenceObjective
     from finetune.training.reference import without_adapters
     from finetune.training.step import train_step
-    from finetune.training.throughput import peak_flops, peak_memory_bytes
     from finetune.training.update import make_guard
 
     began = time.perf_counter()

@@ -33,7 +33,7 @@ def train_torchtune(case: Case, steps: int, warm_up: int, options: argparse.Name
     import torchtune
     from omegaconf import OmegaConf
 
-    from finetune.training.throughput import peak_flops, peak_memory_bytes
+    from finetune.training.metrics import peak_flops, peak_memory_bytes
 
     if case.method != "sft" or case.fp8 or case.load_in_4bit or case.model["model_type"] != "llama":
         return Result(

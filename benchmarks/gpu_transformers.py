@@ -16,7 +16,7 @@ def train_transformers(case: Case, steps: int, warm_up: int, options: argparse.N
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from finetune.training.throughput import peak_flops, peak_memory_bytes
+    from finetune.training.metrics import peak_flops, peak_memory_bytes
 
     if case.method != "sft" or case.fp8 or case.load_in_4bit:
         return Result(case.name, WHO, failure="not compared here: its examples have no such recipe")

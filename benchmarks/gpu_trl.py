@@ -18,7 +18,7 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
     from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from finetune.training.throughput import peak_flops, peak_memory_bytes
+    from finetune.training.metrics import peak_flops, peak_memory_bytes
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if case.method != "sft" or case.fp8:

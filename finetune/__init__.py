@@ -12,7 +12,7 @@ PUBLIC = {
     "inference.conversation": ("Chat",),
     "api": ("RunResult", "chat", "export_run", "load_recipe", "make_plan", "prepare", "train"),
     "session": ("Loss", "Session", "Update"),
-    "training.training_run": ("Callback", "Event"),
+    "training.callbacks": ("Callback", "Event"),
     "data.batches": ("MicroBatch", "StepBatch"),
     "config.schema": ("Recipe",),
     "errors": ("Preempted", "UserError"),

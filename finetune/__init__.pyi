@@ -14,8 +14,8 @@ from finetune.inference.conversation import Chat as Chat
 from finetune.session import Loss as Loss
 from finetune.session import Session as Session
 from finetune.session import Update as Update
-from finetune.training.training_run import Callback as Callback
-from finetune.training.training_run import Event as Event
+from finetune.training.callbacks import Callback as Callback
+from finetune.training.callbacks import Event as Event
 
 __version__: str
 __all__: list[str]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imports torch or takes long
     from finetune.data.prepare import PreparedData
     from finetune.inference.conversation import Chat
     from finetune.plan.plan import Plan
-    from finetune.training.training_run import Callback
+    from finetune.training.callbacks import Callback
 
 
 def load_recipe(recipe: str | Path | None = None, **keys: Any) -> Recipe:
@@ -119,7 +119,7 @@ def train(recipe: Recipe, config: str | None = None, callbacks: Sequence["Callba
         Preempted: Where a signal (Ctrl-C, SIGTERM) has stopped the run after it was saved.
     """
     from finetune.run import fine_tune
-    from finetune.training.run_folder import run_folder
+    from finetune.training.training_run import run_folder
 
     expect_recipe(recipe)
     if not isinstance(callbacks, list | tuple):

@@ -63,11 +63,11 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
     recipe, sharding = _check(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported
     set_library_environment(deterministic=recipe.run.deterministic)
     from finetune.session import Session
+    from finetune.training.callbacks import load_hooks
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.lifecycle import finish, is_finished, leave_ranks
     from finetune.training.loop import train
     from finetune.training.screens import print_plan
-    from finetune.training.training_run import load_hooks
 
     hooks = load_hooks(recipe, callbacks)
     with Session(recipe, sharding, saves=not dry_run) as session:

@@ -18,7 +18,7 @@ from finetune.files.durable import (
     stage_and_rename,
     write_file,
 )
-from finetune.training.run_log import MetricsLog
+from finetune.training.metrics import MetricsLog
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

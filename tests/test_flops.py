@@ -69,8 +69,8 @@ def test_the_flop_of_a_step_are_those_that_torch_counts(family: str, lengths: tu
 
     from finetune.data.batches import StepBatch
     from finetune.models.load import count_parameters
+    from finetune.training.metrics import Window
     from finetune.training.objectives.objective import Measured
-    from finetune.training.throughput import Window
 
     config = CONFIG | FAMILIES[family]
     model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), attn_implementation="eager")

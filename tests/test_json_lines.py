@@ -19,7 +19,7 @@ from finetune.files.run_json import append_json_lines, read_json_lines
 from finetune.files.tensors import read_weight_map
 from finetune.plan.architecture import find_config
 from finetune.report.run_data import read_run
-from finetune.training.run_log import MetricsLog
+from finetune.training.metrics import MetricsLog
 from finetune.training.screens import answers_before_and_after
 from tests.report.runs import make_run
 

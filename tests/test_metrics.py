@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import UserError
-from finetune.training.run_log import MetricsLog
+from finetune.training.metrics import MetricsLog
 
 LOSSES = (5.0, 4.0, float("nan"), 3.0, 2.5, 2.0)
 

@@ -97,7 +97,7 @@ class WarmCommand:
 def freeze_imports() -> None:
     """Keeps Python's garbage collector from what is imported by now: it walks through half a million objects in 0.3 s.
 
-    A run thaws at its end all that is frozen (training/throughput.py); here it stays frozen.
+    A run thaws at its end all that is frozen (training/loop.py); here it stays frozen.
     """
     gc.enable()
     gc.freeze()

@@ -1,9 +1,10 @@
-"""The start of a run (objectives, log, first screen) and its end (export, last screen, finished.json)."""
+"""The start of a run (folder, objectives, log, first screen) and its end (export, last screen, finished.json)."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -13,42 +14,98 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.checkpoint.folders import list_checkpoints, step_folder
+from finetune.checkpoint.folders import list_checkpoints, lock_run, step_folder
 from finetune.checkpoint.manifest import Progress, find_problems, hash_recipe, read_state
-from finetune.checkpoint.resume import list_changes, read_progress
+from finetune.checkpoint.resume import list_changes, read_progress, refuse_damaged_model
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import gathers_fp8
 from finetune.config.pretrained import text_config_of
 from finetune.config.reader import to_dict
 from finetune.config.schema import Model, Recipe, recipe_keys
+from finetune.config.yaml_file import read_yaml
 from finetune.data.batches import StepBatch
 from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
 from finetune.data.packing import OnReport, StoredBatches
 from finetune.data.prepare import PreparedData
+from finetune.data.tokenizer import asks_for_date
 from finetune.distributed.join import leave
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.export.merge_choice import write_comparison_rows
-from finetune.files.durable import replace_file
+from finetune.files.durable import replace_file, restore_exports, restore_folder
 from finetune.files.run_json import append_json_lines, drop_later_lines, read_json_lines, read_json_object
 from finetune.flops import flop_per_token_of
 from finetune.models.load import ModelSize, Teacher, load_teacher
 from finetune.models.probe import check_training_forward
+from finetune.training.callbacks import Hooks, Tracker, list_trackers, open_tracker
 from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
+from finetune.training.metrics import MetricsLog, find_fp8_share, peak_flops
 from finetune.training.objectives.distill import Distillation, find_stored_teacher, teacher_flop_per_token
 from finetune.training.objectives.objective import SFT, Objective, Objectives
 from finetune.training.objectives.policy import PolicyObjective, make_policy_objectives
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.reference import find_references
-from finetune.training.run_folder import COMPLETIONS, METRICS, choose_run_name, describe_run, write_data_report
-from finetune.training.run_log import MetricsLog, Tracker, list_trackers, open_tracker
 from finetune.training.screens import answers_before_and_after, first_screen, last_screen, results_line
-from finetune.training.throughput import find_fp8_share, peak_flops, profile_steps
-from finetune.training.training_run import Hooks, TrainingRun
-from finetune.training.watch import SignalListener, Watchdog
+from finetune.training.training_run import (
+    COMPLETIONS,
+    METRICS,
+    RECIPE,
+    TrainingRun,
+    choose_run_name,
+    describe_run,
+    run_folder,
+    unwritable,
+    write_data_report,
+)
+from finetune.training.watch import SignalListener, Watchdog, profile_steps
+
+
+def open_run_folder(recipe: Recipe, world: World) -> Path:
+    """Makes the run's folder (`output_dir`, else runs/<run_name>) and locks it against other runs.
+
+    Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or another run has locked
+    it, and where the recipe names a checkpoint that is damaged.
+    """
+    folder = run_folder(recipe)
+    RankGroup(world).on_main(lambda: _open_folder(folder, recipe))
+    return folder
+
+
+def _open_folder(folder: Path, recipe: Recipe) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_run(folder)
+        restore_exports(folder)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    if recipe.model.model_name_or_path is not None:
+        restore_folder(Path(recipe.model.model_name_or_path))
+    refuse_damaged_model(recipe)
+
+
+def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:
+    """The recipe with the day that its chat template writes, where that asks for one: the day on which the run began.
+
+    Else ranks that tokenize around midnight would differ, and a run resumed the next day would train on another text.
+    """
+    if recipe.data.chat_template_date is not None or not asks_for_date(tokenizer):
+        return recipe
+    day = RankGroup(world).on_main(lambda: _first_day(folder / RECIPE))
+    return replace(recipe, data=replace(recipe.data, chat_template_date=day))
+
+
+def _first_day(recipe_of_run: Path) -> str | None:
+    """The day in the run's own recipe; today where there is none yet. None in a run of a version that fixed no day."""
+    if not recipe_of_run.is_file():
+        return date.today().isoformat()
+    try:
+        known: str | None = read_yaml(recipe_of_run).get("chat_template_date")
+    except UserError as error:
+        raise UserError(f"{error}; set chat_template_date to the run's day") from None
+    return known
 
 
 def make_objectives(

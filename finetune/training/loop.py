@@ -3,12 +3,13 @@
 docs/design.md has the files of a step in order ("The life of a step").
 """
 
+import gc
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.checkpoint.manifest import Progress
 from finetune.config.schedules import compute_learning_rate
@@ -16,11 +17,14 @@ from finetune.config.schema import Recipe, Run
 from finetune.constants import count_steps
 from finetune.data.batches import StepBatch
 from finetune.training.evaluate import evaluate
+from finetune.training.metrics import Compilation, Window
 from finetune.training.step import train_step
-from finetune.training.throughput import Compilation, Window, collect_garbage, garbage_collected_between_lines
 from finetune.training.training_run import TrainingRun
 from finetune.training.update import UpdateInBackward, handle_nonfinite, make_guard
 from finetune.training.watch import Requests, SignalListener
+
+if TYPE_CHECKING:
+    from finetune.training.training_run import TrainingRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +162,26 @@ def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
         if batch is None:
             return
         yield batch, time.perf_counter() - started
+
+
+@contextmanager
+def garbage_collected_between_lines() -> Iterator[None]:
+    """Keeps Python's garbage collector out of the steps: a full collection stops one rank, and all others wait for it.
+
+    The loop collects at its lines of metrics instead, see `collect_garbage`.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def collect_garbage() -> None:
+    """Collects what steps have left behind: the young generations only."""
+    gc.collect(1)

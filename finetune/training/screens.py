@@ -35,11 +35,10 @@ from finetune.optim.offload import OffloadedOptimizer, check_scratch_folder
 from finetune.plan.advice import list_changes
 from finetune.plan.plan import format_plan, make_plan
 from finetune.plan.step_memory import find_peak
+from finetune.training.metrics import DIVERGED_ADVICE
 from finetune.training.objectives.distill import StoredTeacher
 from finetune.training.objectives.objective import Objective
-from finetune.training.run_folder import METRICS
-from finetune.training.run_log import DIVERGED_ADVICE
-from finetune.training.training_run import TrainingRun
+from finetune.training.training_run import METRICS, TrainingRun
 from finetune.units import counted, disk_size, gib
 
 SHOWN_ANSWERS = 5  # held-out questions in the last screen

@@ -106,9 +106,9 @@ def accumulate_gradients(
             inputs["noisy_documents"] = NoisyDocuments(noise_seed, batch.step, ids, lengths, first)
         return inputs
 
-    pipeline, inputs = find_pipeline(unwrap(model)), map(inputs_of, batch.micro_batches)
-    is_one_forward = len(batch.micro_batches) == 1 and pipeline is None
-    add_auxiliary = auxiliary_loss_of_step(model, routing, inputs, batch.tokens, world, is_one_forward=is_one_forward)
+    each, pipeline = batch.micro_batches, find_pipeline(unwrap(model))
+    inputs, is_one = map(inputs_of, each), len(each) == 1 and pipeline is None
+    add_auxiliary = auxiliary_loss_of_step(model, routing, inputs, batch.tokens, world, is_one_forward=is_one)
 
     def measure(micro_batch: MicroBatch) -> torch.Tensor:
         nonlocal total
@@ -121,7 +121,6 @@ def accumulate_gradients(
 
     if pipeline is not None:
         auxiliary = None if routing is None else lambda: add_auxiliary(torch.zeros((), device=world.device))
-        each = batch.micro_batches
         sizes = [(one.input_ids.shape[0], one.input_ids.shape[1]) for one in each]
         pipeline.run(
             sizes, lambda index: measure(each[index]), lambda index: model(**inputs_of(each[index])), auxiliary
@@ -129,9 +128,8 @@ def accumulate_gradients(
         loss, *others = pipeline.share([{"": total.loss_sum}, total.metrics, total.maxima], type(objective).__name__)
         total = Measured(loss[""], *others)
     else:
-        for index, micro_batch in enumerate(batch.micro_batches):
-            is_last = index == len(batch.micro_batches) - 1
-            with nullcontext() if is_last else without_gradient_sync(model):
+        for index, micro_batch in enumerate(each):
+            with nullcontext() if index == len(each) - 1 else without_gradient_sync(model):
                 world.accelerator.backward(measure(micro_batch))
     sum_partial_gradients(model, world)
     if routing is not None:

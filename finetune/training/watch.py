@@ -1,6 +1,7 @@
-"""Signals and the watchdog: a run that is asked to stop saves first, on all ranks; one that hangs ends itself."""
+"""What watches a run from inside: signals, on which it saves first on all ranks; a watchdog for hangs; a profiler."""
 
 import faulthandler
+import json
 import os
 import signal
 import socket
@@ -10,13 +11,18 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from finetune.data.batches import StepBatch
 from finetune.distributed.world import World
 from finetune.errors import SECONDS_FOR_CAUSE
+
+if TYPE_CHECKING:
+    pass
 
 EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
 
@@ -186,3 +192,47 @@ def uninterrupted() -> Iterator[None]:
 def _print(text: str) -> None:
     sys.stderr.write(f"{text}\n")  # in one write: the lines of several ranks must not run together
     sys.stderr.flush()
+
+
+def profile_steps(
+    batches: Iterator[StepBatch], steps: tuple[int, int] | None, folder: Path, rank: int
+) -> Iterator[StepBatch]:
+    """Yields `batches`, and records the steps from the first to the last of `steps` (1-based) in `folder`/profile.
+
+    Leaves `trace-rank<r>.json` (chrome://tracing, ui.perfetto.dev), and on CUDA `memory-rank<r>.json`: the allocator's
+    segments and blocks with the stack of each, without a pickle.
+    """
+    if not steps:
+        yield from batches
+        return
+    first, last = steps
+    profiler: torch.profiler.profile | None = None
+    for batch in batches:
+        if batch.step + 1 == first:
+            profiler = _start_profiler()
+        yield batch
+        if batch.step + 1 == last and profiler is not None:
+            _finish_profile(profiler, folder / "profile", rank)
+            profiler = None
+    if profiler is not None:  # the run ended before `last`
+        _finish_profile(profiler, folder / "profile", rank)
+
+
+def _start_profiler() -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+    profiler.start()
+    return profiler
+
+
+def _finish_profile(profiler: torch.profiler.profile, folder: Path, rank: int) -> None:
+    profiler.stop()
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"trace-rank{rank}.json"))
+    if torch.cuda.is_available():
+        snapshot = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(enabled=None)
+        (folder / f"memory-rank{rank}.json").write_text(json.dumps(snapshot, default=str))

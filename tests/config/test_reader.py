@@ -9,7 +9,7 @@ import pytest
 from finetune.config.reader import RECIPES, foreign_names, keys_without_counterpart, read_recipe, to_dict, write_recipe
 from finetune.config.schema import recipe_keys
 from finetune.errors import UserError
-from finetune.training.run_log import list_trackers
+from finetune.training.callbacks import list_trackers
 
 GOOD = "model_name_or_path: some/model\ndatasets:\n  - path: some/data\n"
 

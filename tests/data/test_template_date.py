@@ -12,8 +12,8 @@ from finetune.config.schema import Data, DatasetSource, Recipe
 from finetune.data.token_store import cache_key
 from finetune.data.tokenizer import apply_template, make_renderer
 from finetune.errors import UserError
-from finetune.training import run_folder
-from finetune.training.run_folder import fix_template_date
+from finetune.training import lifecycle
+from finetune.training.lifecycle import fix_template_date
 from tests.conftest import make_tokenizer
 
 # As Llama 3.2's own template asks for it.
@@ -56,7 +56,7 @@ def test_tokens_of_another_day_are_others_in_the_cache_where_the_template_asks()
 
 def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fixed_on(day: str, recipe: Recipe, tokenizer: Any) -> str | None:
-        monkeypatch.setattr(run_folder, "date", SimpleNamespace(today=lambda: date.fromisoformat(day)))
+        monkeypatch.setattr(lifecycle, "date", SimpleNamespace(today=lambda: date.fromisoformat(day)))
         return fix_template_date(recipe, tmp_path, tokenizer, ALONE).data.chat_template_date
 
     dated = dated_tokenizer()

@@ -18,7 +18,7 @@ from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.loss_chunks import ChunkFunction, ChunkOptions, LogitTransform, compute_chunk, compute_fused_chunk
 from finetune.plan.activations import Computation
 from finetune.plan.temporary_memory import loss_chunk_bytes
-from finetune.training.throughput import Compilation
+from finetune.training.metrics import Compilation
 from tests.models.families import relative_error
 from tests.plan.traced import allocated_peak
 

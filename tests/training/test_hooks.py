@@ -18,7 +18,7 @@ from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.world import alone
 from finetune.files.run_json import read_json_lines
 from finetune.run import fine_tune
-from finetune.training.training_run import Hooks
+from finetune.training.callbacks import Hooks
 from tests.ranks import ROOT
 
 TRAIN = ROOT / "recipes" / "quickstart" / "train.jsonl"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from finetune.config.compatibility import TRACKERS
-from finetune.training.run_log import MetricsLog, Tracker
+from finetune.training.callbacks import Tracker
+from finetune.training.metrics import MetricsLog
 from tests.ranks import ROOT, launch_ranks
 
 Series = list[tuple[int, float]]  # (step, value)

@@ -15,8 +15,8 @@ from finetune.config.reader import read_recipe
 from finetune.constants import read_versions
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.training.run_folder import environment
 from finetune.training.screens import explain_out_of_memory
+from finetune.training.training_run import environment
 from tests.ranks import ROOT, launch_ranks
 
 RUN = ROOT / "finetune" / "run.py"

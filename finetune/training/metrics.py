@@ -1,22 +1,25 @@
-"""What a run logs: metrics.jsonl always, a bar at a terminal, plain lines in a log file, and experiment trackers."""
+"""The metrics of a run: what steps amount to between two lines, and the lines in metrics.jsonl, in a bar or a log."""
 
-import io
 import json
 import math
 import os
-import shlex
+import resource
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from finetune.config.compatibility import TRACKERS
+import torch
+from torch import nn
+
+from finetune.checkpoint.manifest import Progress
+from finetune.config.layout import Sharding
+from finetune.data.batches import StepBatch
+from finetune.distributed.model_parts import unwrap
 from finetune.errors import UserError
 from finetune.files.run_json import (
     DIVERGED_LINES,
@@ -25,145 +28,25 @@ from finetune.files.run_json import (
     find_divergence,
     losses_of,
     read_json_lines,
-    read_json_object,
     readable_lines,
     remove_doubled,
 )
+from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
+from finetune.models.decoder_layers import CACHE_VARIABLE
+from finetune.models.routing import find_routing
 from finetune.terminal import is_notebook
-from finetune.units import gib
+from finetune.training.callbacks import Tracker, first_line
+from finetune.training.objectives.objective import Measured
+from finetune.units import counted, gib
+
+if TYPE_CHECKING:
+    from finetune.training.training_run import TrainingRun
 
 SMOOTHING = 0.9  # weight of the past in the loss that is shown beside the logged one
 BAR_COLUMNS = 8  # of the bar itself, at least
 NOTEBOOK_COLUMNS = 110  # of the bar with what stands beside it, where there is no terminal to ask
 RATE_LINES = 20  # lines of metrics from which the time left is estimated
 DIVERGED_ADVICE = "lower learning_rate, or raise warmup_ratio"
-PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
-WRITE_ONCE = ("tensorboard", "mlflow")  # a run's configuration can be written once only
-IDENTITY = "tracker.json"  # in the run's folder: the tracker's id of the run, by which a resumed run continues there
-
-
-@dataclass(frozen=True, slots=True)
-class Tracker:
-    """An open tracker of Accelerate's. Whatever its library raises comes out as it is."""
-
-    name: str  # as in report_to
-    inner: Any
-    watch: str  # the page or the command that shows the run
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Logs the numbers of a line of metrics."""
-        numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
-        self.inner.log(numbers, step=line["step"])
-
-    def close(self) -> None:
-        """Ends the run in the tracker. To be called before Accelerate's state is reset, which its trackers read."""
-        with _quiet():
-            if self.name == "trackio":  # Accelerate's would finish it once more at exit
-                import trackio
-
-                trackio.finish()
-            else:
-                self.inner.finish()
-
-
-def list_trackers(report_to: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The trackers that `report_to` names, each once; all: those whose packages are installed.
-
-    >>> list_trackers("none"), list_trackers(("wandb", "wandb", "mlflow"))
-    ((), ('wandb', 'mlflow'))
-    """
-    if report_to == "all":
-        return tuple(name for name, package in TRACKERS.items() if find_spec(package) is not None)
-    named = (report_to,) if isinstance(report_to, str) else report_to
-    return tuple(dict.fromkeys(name for name in named if name != "none"))
-
-
-def open_tracker(report_to: str, run_name: str, folder: Path, settings: dict[str, Any], start_step: int) -> Tracker:
-    """The tracker `report_to` with `settings` (the recipe, flat) as the run's configuration.
-
-    A run that resumes at `start_step` > 0 continues in the tracker too. To be called on the main rank. Raises
-    `UserError` where the tracker does not start. TensorBoard writes under `folder`; the others where their own
-    environment says.
-    """
-    identity = read_json_object(folder / IDENTITY).get(report_to) if start_step else None
-    try:
-        with _quiet():
-            inner = _make_tracker(report_to, run_name, folder, identity, start_step)
-            inner.start()
-        if identity is None or report_to not in WRITE_ONCE:
-            _store(report_to, inner, settings)
-        _write_identity(folder, report_to, _identity(report_to, inner))
-    except Exception as error:  # whatever a tracker's library raises
-        raise UserError(
-            f"report_to: {report_to}: it does not start ({first_line(error)}); fix that, or set report_to: none "
-            "(metrics.jsonl is always written)"
-        ) from error
-    return Tracker(report_to, inner, _find_page(report_to, inner, folder))
-
-
-def first_line(error: Exception) -> str:
-    """The first line of a library's error."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _make_tracker(report_to: str, run_name: str, folder: Path, identity: str | None, start_step: int) -> Any:
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    project = os.environ.get(PROJECT_VARIABLES.get(report_to, ""), "finetune")
-    make = LOGGER_TYPE_TO_CLASS[report_to]
-    if report_to == "tensorboard":  # what a killed run logged after its checkpoint is logged again
-        return make(run_name, logging_dir=str(folder / "tensorboard"), purge_step=start_step + 1 if identity else None)
-    if report_to == "mlflow":
-        return make(experiment_name=project, run_name=run_name, run_id=identity)
-    if report_to == "wandb":
-        resumed = {"id": identity, "resume": "allow"} if identity else {}
-        return make(project, name=run_name, dir=str(folder), **resumed)
-    return make(project, name=identity or run_name, resume="allow" if identity else "never")
-
-
-def _store(report_to: str, inner: Any, settings: dict[str, Any]) -> None:
-    """The recipe: numbers and texts as they are, lists and mappings as JSON."""
-    plain = {
-        key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in settings.items()
-    }
-    if report_to == "tensorboard":  # Accelerate's own would make a second run for them, named by the clock
-        inner.tracker.add_hparams(plain, {}, run_name=".")
-    else:
-        inner.store_init_configuration(plain)
-
-
-def _identity(report_to: str, inner: Any) -> str:
-    run = inner.tracker
-    if report_to == "mlflow":
-        return str(run.info.run_id)
-    return str(run.id if report_to == "wandb" else run.name if report_to == "trackio" else inner.logging_dir)
-
-
-def _find_page(report_to: str, inner: Any, folder: Path) -> str:
-    run = inner.tracker
-    if report_to == "tensorboard":
-        return f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
-    if report_to == "wandb":
-        return str(run.url or f"wandb sync {shlex.quote(str(Path(run.dir).parent))}")
-    if report_to == "trackio":
-        return f"trackio show --project {shlex.quote(inner.run_name)}"
-    import mlflow
-
-    return f"mlflow ui --backend-store-uri {shlex.quote(mlflow.get_tracking_uri())}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The first screen of a run is ours: no greetings of libraries, unless the environment asks for them."""
-    os.environ.setdefault("WANDB_SILENT", "true")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-    with redirect_stdout(io.StringIO()):
-        yield
-
-
-def _write_identity(folder: Path, report_to: str, identity: str) -> None:
-    text = json.dumps(read_json_object(folder / IDENTITY) | {report_to: identity})
-    (folder / IDENTITY).write_text(text + "\n", encoding="utf-8")
 
 
 class MetricsLog:
@@ -382,3 +265,137 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
 def _rounded(value: Any) -> Any:
     """Nine digits say all that fp32 knows."""
     return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def peak_flops(device: torch.device, fp8_share: float = 0.0) -> float | None:
+    """The device's dense peak in FLOP per second, `fp8_share` of it in FP8; None if not known (a CPU)."""
+    peak = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if peak is None else mix_peaks(peak, fp8_share)
+
+
+def find_fp8_share(model: nn.Module, sharding: Sharding, flop_per_token: float) -> float:
+    """The share of training FLOP that is multiplied in FP8; 0 if nothing is."""
+    if sharding.fp8 is None:
+        return 0.0
+    from finetune.models.fp8 import count_multiplied  # imports torchao
+
+    trained, frozen = count_multiplied(model)
+    in_fp8 = sharding.fp8.multiplies_weight_gradients
+    return fp8_share_of(flop_per_token, trained=trained, frozen=frozen, weight_gradients=in_fp8)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has held so far: of the GPU, or of the host where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Window:
+    """The steps since the last line of metrics. Their loss stays on the device until a line is due."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.measured = Measured(torch.zeros((), device=device))
+        self.count = 0  # what the loss is averaged over, of all ranks
+        self.tokens = 0
+        self.squared_tokens = 0  # of the documents' lengths
+        self.data_wait_seconds = 0.0
+        self._device = device
+        self._seconds = 0.0  # of the steps before the last pause
+        self._started = time.perf_counter()
+
+    def add(self, measured: Measured, count: int, batch: StepBatch, data_wait_seconds: float) -> None:
+        """Adds one step: what was measured on this rank, and its batch with the counts of all ranks."""
+        self.measured += measured
+        self.count += count
+        self.tokens += batch.tokens
+        self.squared_tokens += batch.squared_tokens
+        self.data_wait_seconds += data_wait_seconds
+
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks over the seconds of the steps, without the pauses."""
+        return self.tokens / (self._seconds + time.perf_counter() - self._started)
+
+    def mean_length(self) -> float:
+        """The mean length of a token's document: what attention costs a token, wherever documents begin in a row."""
+        return self.squared_tokens / max(1, self.tokens)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around an evaluation or a save, whose seconds are no step's. Waits for the device to finish its steps."""
+        self._synchronize()
+        self._seconds += time.perf_counter() - self._started
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self._started = time.perf_counter()
+
+    def metrics(
+        self,
+        run: "TrainingRun",
+        progress: Progress,
+        rate: float,
+        grad_norm: torch.Tensor,
+        compile_seconds: float | None = None,
+    ) -> dict[str, Any]:
+        """A line of metrics.jsonl. The one place of a step where the host waits for the device."""
+        loss, means = self.measured.average(max(1, self.count), run.world)
+        routing = find_routing(unwrap(run.model))
+        return {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "loss": loss,
+            "learning_rate": rate,
+            "grad_norm": float(grad_norm),
+            "tokens": progress.tokens,
+            "trained_tokens": progress.trained_tokens,
+            "tokens_per_second": self.tokens_per_second(),
+            "mfu": self._mfu(run, self.mean_length()),
+            "mfu_of_whole_rows": self._mfu(run, run.recipe.data.max_length),
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+            "data_wait_seconds": self.data_wait_seconds,
+            **({} if compile_seconds is None else {"compile_seconds": compile_seconds}),
+            **run.objectives.training.complete(means),
+            **({} if routing is None else routing.take_metrics(run.world)),
+        }
+
+    def _mfu(self, run: "TrainingRun", length: float) -> float | None:
+        """Model FLOP utilization with documents of `length` tokens; None where the device's peak is not known."""
+        if run.peak_flops is None:
+            return None
+        return self.tokens_per_second() * run.count_flop(length) / (run.peak_flops * run.world.size)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class Compilation:
+    """Reads the counters between two lines of metrics. Imports torch's compiler only where it is used."""
+
+    def __init__(self, is_on: bool) -> None:
+        self._is_on = is_on
+        self._graphs = 0  # that have been reported
+
+    def seconds(self) -> float | None:
+        """Since the process began; None where nothing is compiled."""
+        if not self._is_on:
+            return None
+        return float(torch._dynamo.utils.calculate_time_spent()["total_wall_time"])
+
+    def news(self) -> str | None:
+        """A sentence where graphs were compiled since it was asked last, else None."""
+        if not self._is_on:
+            return None
+        counters = torch._dynamo.utils.counters
+        graphs, cached = counters["stats"]["unique_graphs"], counters["inductor"]["fxgraph_cache_hit"]
+        compiled = counters["inductor"]["fxgraph_cache_miss"]
+        if graphs == self._graphs:
+            return None
+        self._graphs = graphs
+        where = f", in {os.environ[CACHE_VARIABLE]}" if CACHE_VARIABLE in os.environ else ""
+        return (
+            f"compile {self.seconds():.0f} s so far: {counted(graphs, 'graph')}, of whose parts {compiled} were "
+            f"compiled and {cached} were in the cache{where}"
+        )
