@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,12 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
+from finetune.data.examples import Examples
 from finetune.data.images import ImageProcessor
 from finetune.data.messages import BadRow
 from finetune.errors import UserError
-
-if TYPE_CHECKING:
-    from finetune.data.examples import Examples
 
 Ids = NDArray[np.int64]
 
@@ -99,7 +97,7 @@ class MicroBatch:
 
 
 def collate(
-    examples: "Examples",
+    examples: Examples,
     ids: Ids,
     *,
     packing: bool,
@@ -117,7 +115,7 @@ def collate(
     return replace(rated, desirable=ratings > 0, mismatched=mismatched)
 
 
-def _collate(examples: "Examples", ids: Ids, packing: bool, pad_token_id: int, part: int, parts: int) -> MicroBatch:
+def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, part: int, parts: int) -> MicroBatch:
     if len(ids) == 0:
         micro_batch = make_filler(packing, parts)
     else:
@@ -129,7 +127,7 @@ def _collate(examples: "Examples", ids: Ids, packing: bool, pad_token_id: int, p
     return replace(micro_batch, trained_documents=_find_trained_documents(micro_batch))
 
 
-def _add_images(micro_batch: MicroBatch, examples: "Examples", images: ImageProcessor) -> MicroBatch:
+def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProcessor) -> MicroBatch:
     """The micro-batch with the pixels of its documents' images. Raises `UserError` where one cannot be read."""
     ids = micro_batch.example_ids
     found = [image for example_id in ids for image in examples.read_images(example_id)]
@@ -150,7 +148,7 @@ def _take_part(micro_batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     )
 
 
-def _pack(examples: "Examples", ids: Ids, parts: int) -> MicroBatch:
+def _pack(examples: Examples, ids: Ids, parts: int) -> MicroBatch:
     lengths = examples.lengths[ids].astype(np.int64)
     tokens = int(lengths.sum())
     padding = -tokens % (ROUND_TOKENS * parts)
@@ -178,7 +176,7 @@ def _pack(examples: "Examples", ids: Ids, parts: int) -> MicroBatch:
     )
 
 
-def _pad(examples: "Examples", ids: Ids, pad_token_id: int, parts: int) -> MicroBatch:
+def _pad(examples: Examples, ids: Ids, pad_token_id: int, parts: int) -> MicroBatch:
     longest = -(-int(examples.lengths[ids].max()) // parts) * parts
     input_ids = np.full((len(ids), longest), pad_token_id, np.int64)
     labels = np.full((len(ids), longest), IGNORE_INDEX, np.int64)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.images import EncodedImage
-from finetune.data.packing import expand_groups, make_generator
 from finetune.data.token_store import TokenStore
 from finetune.errors import UserError
 from finetune.units import counted
@@ -288,3 +287,17 @@ def _cut_prompt(example: Example, tokenizer: Any) -> Prompt | None:
         return None
     answer: str = tokenizer.decode(example.labels[first : trained[-1] + 1].tolist(), skip_special_tokens=True)
     return Prompt(prompt_ids, answer.strip())
+
+
+def expand_groups(groups: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """The documents of `groups`, in that order; group g is documents g x size to (g + 1) x size - 1.
+
+    >>> expand_groups(np.array([3, 0]), 2)
+    array([6, 7, 0, 1])
+    """
+    return (groups[:, None] * size + np.arange(size)).reshape(-1)
+
+
+def make_generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
+    """Random numbers that are a pure function of the arguments; each purpose has its own."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number, *purpose.encode()])))

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from finetune.config.schema import Recipe
 from finetune.data.batches import Ids, StepBatch, collate
+from finetune.data.examples import Examples, expand_groups, make_generator
 from finetune.data.images import ImageProcessor
 from finetune.distributed.world import DataParallelRank
 
 if TYPE_CHECKING:
     from finetune.data.data_report import Report
-    from finetune.data.examples import Examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,6 @@ class Rows:
     def expand(self, size: int) -> "Rows":
         """The rows with the documents of each group in place of the group."""
         return self if size == 1 else Rows(expand_groups(self.ids, size), self.starts * size)
-
-
-def expand_groups(groups: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """The documents of `groups`, in that order; group g is documents g x size to (g + 1) x size - 1.
-
-    >>> expand_groups(np.array([3, 0]), 2)
-    array([6, 7, 0, 1])
-    """
-    return (groups[:, None] * size + np.arange(size)).reshape(-1)
 
 
 def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
@@ -160,11 +151,6 @@ class BatchConfig:
         )
 
 
-def make_generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
-    """Random numbers that are a pure function of the arguments; each purpose has its own."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number, *purpose.encode()])))
-
-
 def arrange_epoch(lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int) -> Rows:
     """The rows of epoch `epoch` (0-based) over examples of `lengths` tokens: every example once.
 
@@ -206,7 +192,7 @@ OnReport = Callable[["Report", list[str]], None]  # the report so far, and what 
 class StoredBatches:
     """The batches of a run over `examples`, for one rank."""
 
-    examples: "Examples"
+    examples: Examples
     config: BatchConfig
     per_device_batch_size: int  # rows in a micro-batch
     steps: int  # in the whole run
@@ -304,7 +290,7 @@ class StoredBatches:
 
 
 def make_batches(
-    examples: "Examples",
+    examples: Examples,
     config: BatchConfig,
     world: DataParallelRank,
     per_device_batch_size: int,

@@ -29,9 +29,9 @@ from finetune.data.data_report import (
     make_report,
     select_examples,
 )
-from finetune.data.examples import Examples, Prompt, cut_prompts, hold_out, mix_sources
+from finetune.data.examples import Examples, Prompt, cut_prompts, hold_out, make_generator, mix_sources
 from finetune.data.findings import refuse_fatal
-from finetune.data.packing import BatchConfig, OnReport, StoredBatches, make_batches, make_generator
+from finetune.data.packing import BatchConfig, OnReport, StoredBatches, make_batches
 from finetune.data.sources import (
     RowBatch,
     describe_source,

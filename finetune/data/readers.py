@@ -1,34 +1,25 @@
-"""Local files as rows. A damaged row is a `BadRow` in its place; a damaged file is a `UserError`.
+"""Text files as rows: JSON, CSV and lines, gzipped or not. A damaged row is a `BadRow`, a damaged file a `UserError`.
 
-JSON, CSV and text are read here, not through the `datasets` library: it unifies the columns of all rows (a key that one
-message has is null in every other, "007" becomes 7), and names neither the file nor the row of what it cannot read.
+They are read here, not through the `datasets` library: it unifies the columns of all rows (a key that one message has
+is null in every other, "007" becomes 7), and names neither the file nor the row of what it cannot read. Of an array of
+rows one is held at a time.
 """
 
+import codecs
 import csv
 import gzip
 import io
-import struct
+import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
-from finetune.data.json_rows import (
-    MAX_ROW_BYTES,
-    NumberedRow,
-    RepeatedKeys,
-    RowDecoder,
-    parse_line,
-    read_array,
-    read_wrapped_rows,
-)
 from finetune.data.messages import BadRow
 from finetune.errors import UserError
 from finetune.units import has_lines
 
-PARQUET_ROWS = 32  # held at a time
 BLANK_LINES = 1024  # after which those that follow are skipped together
 UNPACKED_TIMES = 64  # what a .gz, Parquet or Arrow file unpacks to, as a multiple of its size; text makes 3 to 20
 UNPACKED_BYTES = 64 * 2**20  # whatever its size
@@ -55,6 +46,38 @@ KINDS = {
 }
 
 
+CHUNK_BYTES = 2**20
+
+
+MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a whole corpus that belongs in several rows
+
+
+class RepeatedKeys(dict[str, Any]):
+    """A row in which, at any depth, two keys have the same name: only the last one's value is kept."""
+
+
+NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is that of `units.name_place`
+
+
+class RowDecoder(json.JSONDecoder):
+    """JSON that notices equal keys in one object; the `json` module silently drops all but the last."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=_make_object)
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    is_repeated = len(result) != len(pairs) or any(map(_has_repeated_keys, result.values()))
+    return RepeatedKeys(result) if is_repeated else result
+
+
+def _has_repeated_keys(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_has_repeated_keys, value))
+    return isinstance(value, RepeatedKeys)
+
+
 def file_kind(path: str) -> str | None:
     """A file's kind by its name, with or without `.gz`; None where the name is of no known kind.
 
@@ -62,20 +85,6 @@ def file_kind(path: str) -> str | None:
     'json'
     """
     return KINDS.get(Path(path.removesuffix(".gz")).suffix.lower())
-
-
-def read_file(path: str) -> Iterator[NumberedRow]:
-    """The rows of one file, each with its number (see `units.name_place`). Raises `UserError` if it breaks off."""
-    match file_kind(path):
-        case "json":
-            return _read_json(path)
-        case "csv":
-            return _read_csv(path)
-        case "text":
-            return _read_text(path)
-        case "parquet" | "arrow" as kind:
-            return _read_columns(path, kind)
-    raise UserError(f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too")
 
 
 @contextmanager
@@ -104,11 +113,12 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         count = self._packed.readinto(buffer)
-        _limit_unpacked(self._path, self._packed.tell())
+        limit_unpacked(self._path, self._packed.tell())
         return count
 
 
-def _limit_unpacked(path: str, size: int) -> None:
+def limit_unpacked(path: str, size: int) -> None:
+    """Raises `UserError` where a file unpacks to more than data does."""
     most = max(UNPACKED_BYTES, UNPACKED_TIMES * Path(path).stat().st_size)
     if size > most:
         raise UserError(
@@ -251,85 +261,177 @@ def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
             raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
 
-def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
-    """A few rows at a time: a dictionary's value can stand in every row, and takes its memory each time."""
-    from pyarrow.parquet import ParquetFile
-
-    with ParquetFile(path) as file:
-        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        _limit_unpacked(path, sum(group.total_byte_size for group in groups))
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
-            yield from batch.to_pylist()
-
-
-def _count_unpacked_arrow(path: str) -> int:
-    """The bytes that the buffers of an Arrow file declare, which pyarrow allocates a whole batch at a time.
-
-    Each batch's metadata is a flatbuffer that lists its buffers; a compressed buffer begins with its unpacked size.
-    """
-    from pyarrow import ipc, memory_map
-
-    total = 0
-    with memory_map(path) as source:
-        source.seek(8 if source.read(6) == b"ARROW1" else 0)  # a file is a stream between two marks
-        for message in ipc.MessageReader.open_stream(source):
-            if message.type not in ("record batch", "dictionary"):
-                continue
-            metadata, body = message.metadata.to_pybytes(), memoryview(message.body or b"")
-
-            def follow(table: int, field: int, metadata: bytes = metadata) -> int:
-                fields = table - struct.unpack_from("<i", metadata, table)[0]
-                has_field = 4 + 2 * field < struct.unpack_from("<H", metadata, fields)[0]
-                offset = struct.unpack_from("<H", metadata, fields + 4 + 2 * field)[0] if has_field else 0
-                return table + offset + struct.unpack_from("<I", metadata, table + offset)[0] if offset else 0
-
-            batch = follow(struct.unpack_from("<I", metadata)[0], 2)
-            batch = follow(batch, 1) if message.type == "dictionary" else batch
-            buffers = follow(batch, 2)
-            if not buffers or not follow(batch, 3):
-                continue  # nothing is compressed
-            for i in range(struct.unpack_from("<I", metadata, buffers)[0]):
-                start, size = struct.unpack_from("<qq", metadata, buffers + 4 + 16 * i)
-                total += max(0, struct.unpack_from("<q", body, start)[0]) if size >= 8 else 0
-    return total
-
-
-def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
-    """Parquet, and Arrow through the `datasets` library, streamed so that it makes no copy."""
-    import datasets
-
-    # What it cannot read it would log as well as raise.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    number = 0
+def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
+    """The one row in `line`."""
     try:
-        if kind == "parquet":
-            rows = _parquet_rows(path)
-        else:
-            _limit_unpacked(path, _count_unpacked_arrow(path))
-            rows = datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True)
-        for row in rows:
-            number += 1
-            yield number, remove_none_values(row)
-    except UserError:
-        raise
-    except Exception as error:  # pyarrow, fsspec and datasets each have their own
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path}: cannot be read as {kind} after row {number}: {reason}") from None
+        value, end = decoder.raw_decode(line, _skip_space(line, 0))
+        if _skip_space(line, end) < len(line):
+            return BadRow(f"not JSON: more text after its value at character {end + 1}")
+    except RecursionError:
+        return BadRow("nested too deeply")
+    except ValueError as error:
+        return BadRow(f"not JSON: {error}")
+    return _as_row(value)
 
 
-def remove_none_values(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of Arrow without the keys that Arrow added.
-
-    The structs of a column all have the keys of every one of them, null where a row had none: a tool call with one
-    argument has every argument of every tool. The columns themselves stay.
-
-    >>> remove_none_values({"system": None, "call": {"name": "rain", "arguments": {"city": "Oslo", "days": None}}})
-    {'system': None, 'call': {'name': 'rain', 'arguments': {'city': 'Oslo'}}}
-    """
-    return {column: _remove_none(value) for column, value in row.items()}
+def _as_row(value: Any) -> dict[str, Any] | BadRow:
+    return value if isinstance(value, dict) else BadRow(f"a JSON object is expected, found {type(value).__name__}")
 
 
-def _remove_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _remove_none(inner) for key, inner in value.items() if inner is not None}
-    return [_remove_none(inner) for inner in value] if isinstance(value, list) else value
+def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
+    """The rows of `[{...}, {...}]`, parsed one by one, so that an error knows its row and only one is held."""
+    text = _Text(path, stream)
+    text.at = text.buffer.index("[") + 1
+    decoder, number = RowDecoder(), 1
+    while text.peek() not in ("]", ""):
+        try:
+            value = text.parse(decoder, number)
+        except RecursionError:
+            raise UserError(f"{path}, row {number}: nested too deeply") from None
+        except ValueError as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise UserError(f"{path}, row {number}: not JSON: {reason}; the rows after it cannot be read") from None
+        yield number, _as_row(value)
+        number += 1
+        if text.peek() == ",":
+            text.at += 1
+        elif text.peek() != "]":
+            break
+    if text.peek() != "]":
+        raise UserError(f"{path}, row {number}: the array is never closed; the file is truncated or damaged there")
+
+
+class _Text:
+    """A stretch of a UTF-8 file; more is read as it is needed."""
+
+    def __init__(self, path: str, stream: IO[bytes]) -> None:
+        self._path, self._stream = path, stream
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.buffer, self.at = "", 0
+        self._read()
+
+    def peek(self) -> str:
+        """Moves `at` to the next character that is no white space, and returns it; empty at the end."""
+        while True:
+            self.at = _skip_space(self.buffer, self.at)
+            if self.at < len(self.buffer):
+                return self.buffer[self.at]
+            if not self._read():
+                return ""
+
+    def take(self, sign: str) -> None:
+        """Moves after `sign`, which must come next. Raises `ValueError`."""
+        if self.peek() != sign:
+            raise ValueError(f"{sign} is expected")
+        self.at += 1
+
+    def parse(self, decoder: RowDecoder, number: int | None = None) -> Any:
+        """The value that begins at `at`, and moves to its end. Raises `ValueError`, `RecursionError`.
+
+        Of row `number` all is read that could end it; else what is surely no JSON is an error at once.
+        """
+        while True:
+            try:
+                value, end = decoder.raw_decode(self.buffer, self.at)
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self.buffer) - 10
+                if (is_cut or number) and self.grow(number or 1):
+                    continue
+                raise
+            if end == len(self.buffer) and self.grow(number or 1):
+                continue
+            self.at = end
+            return value
+
+    def grow(self, number: int) -> bool:
+        """Reads more of the row that begins at `at`; False at the end. Raises `UserError` if it is too long."""
+        if len(self.buffer) - self.at > MAX_ROW_BYTES:
+            raise UserError(
+                f"{self._path}, row {number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged so that it "
+                "has no end"
+            )
+        return self._read()
+
+    def _read(self) -> bool:
+        """Reads as much as is buffered, so that a long row is not parsed too often."""
+        self.buffer, self.at = self.buffer[self.at :], 0
+        kept = len(self._decoder.getstate()[0])
+        offset = self._stream.tell() - kept
+        chunk = self._stream.read(max(CHUNK_BYTES, len(self.buffer)))
+        try:
+            text = self._decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            where = offset + error.start + 1
+            raise UserError(f"{self._path}: not UTF-8: {error.reason} at byte {where}") from None
+        self.buffer += text
+        return bool(chunk)
+
+
+def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] | None:
+    """The one list of rows in `{"data": [{...}, {...}]}`, read a second time; None where the file is no such object."""
+    kinds: dict[str, set[bool]] = {}  # of each key's list: whether its values are rows
+    try:
+        for key, value in _walk_object(_Text(path, stream)):
+            if value is LIST and key in kinds:
+                raise UserError(
+                    f"{path}: two keys of its one object have the same name; only one could be read: rename "
+                    "or join them"
+                )
+            kinds.setdefault(key, set())
+            if value is not LIST:
+                kinds[key].add(isinstance(value, dict))
+    except (ValueError, RecursionError):
+        return None
+    lists = [key for key, found in kinds.items() if found == {True}]
+    if len(lists) != 1:
+        raise UserError(f"{path}: one JSON object; a list of rows, or one row a line (JSON Lines) is expected")
+    stream.seek(0)
+    return (row for key, row in _walk_object(_Text(path, stream)) if key == lists[0] and row is not LIST)
+
+
+LIST = object()  # the beginning of a list, or of another value
+
+
+def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
+    """(key, LIST) for each key of one object, and (key, value) for its list's values. Raises `ValueError`."""
+    decoder = RowDecoder()
+    text.peek()
+    text.take("{")
+    while True:
+        text.peek()
+        key, has_list = text.parse(decoder), False
+        if not isinstance(key, str):
+            raise ValueError("a key is expected")
+        text.take(":")
+        yield key, LIST
+        if has_list := text.peek() == "[":
+            text.take("[")
+        while not (has_list and text.peek() == "]"):
+            text.peek()
+            value = text.parse(decoder)
+            if not has_list:
+                break
+            yield key, value
+            if text.peek() != "]":
+                text.take(",")
+        if has_list:
+            text.take("]")
+        if text.peek() == "}":
+            break
+        text.take(",")
+    text.take("}")
+    if text.peek():
+        raise ValueError("more text after its value")
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+TEXT_READERS: Mapping[str, Callable[[str], Iterator[NumberedRow]]] = {
+    "json": _read_json,
+    "csv": _read_csv,
+    "text": _read_text,
+}

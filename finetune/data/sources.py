@@ -1,8 +1,12 @@
-"""Where rows come from: a file, a glob, a folder or a hub name, and which split of it; and hashes of what they hold."""
+"""Where rows come from: a file, a glob, a folder or a hub name, and which split of it; and hashes of what they hold.
+
+Parquet, Arrow and data sets of the hub are read by pyarrow and the `datasets` library, text files by readers.py.
+"""
 
 import json
 import os
 import re
+import struct
 import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +21,9 @@ import xxhash
 
 from finetune.config import user_code
 from finetune.config.schema import DatasetSource
-from finetune.data.json_rows import NumberedRow
+from finetune.data.examples import make_generator
 from finetune.data.messages import BadRow
-from finetune.data.packing import make_generator
-from finetune.data.readers import KINDS, convert_os_errors, file_kind, read_file, remove_none_values
+from finetune.data.readers import KINDS, TEXT_READERS, NumberedRow, convert_os_errors, file_kind, limit_unpacked
 from finetune.errors import UserError
 from finetune.files.durable import CHECKSUM, checksum
 from finetune.files.network import go_offline_without_network
@@ -280,3 +283,98 @@ def describe_source(source: DatasetSource) -> Any:
     splits = {"function": list_files(source)} if source.function else find_splits(source.path) or {}
     files = [(file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for f in splits.values() for file in f]
     return asdict(source), files
+
+
+PARQUET_ROWS = 32  # held at a time
+
+
+def read_file(path: str) -> Iterator[NumberedRow]:
+    """The rows of one file, each with its number (see `units.name_place`). Raises `UserError` if it breaks off."""
+    kind = file_kind(path)
+    if kind is None:
+        raise UserError(f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too")
+    return TEXT_READERS[kind](path) if kind in TEXT_READERS else _read_columns(path, kind)
+
+
+def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+    """A few rows at a time: a dictionary's value can stand in every row, and takes its memory each time."""
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        limit_unpacked(path, sum(group.total_byte_size for group in groups))
+        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+            yield from batch.to_pylist()
+
+
+def _count_unpacked_arrow(path: str) -> int:
+    """The bytes that the buffers of an Arrow file declare, which pyarrow allocates a whole batch at a time.
+
+    Each batch's metadata is a flatbuffer that lists its buffers; a compressed buffer begins with its unpacked size.
+    """
+    from pyarrow import ipc, memory_map
+
+    total = 0
+    with memory_map(path) as source:
+        source.seek(8 if source.read(6) == b"ARROW1" else 0)  # a file is a stream between two marks
+        for message in ipc.MessageReader.open_stream(source):
+            if message.type not in ("record batch", "dictionary"):
+                continue
+            metadata, body = message.metadata.to_pybytes(), memoryview(message.body or b"")
+
+            def follow(table: int, field: int, metadata: bytes = metadata) -> int:
+                fields = table - struct.unpack_from("<i", metadata, table)[0]
+                has_field = 4 + 2 * field < struct.unpack_from("<H", metadata, fields)[0]
+                offset = struct.unpack_from("<H", metadata, fields + 4 + 2 * field)[0] if has_field else 0
+                return table + offset + struct.unpack_from("<I", metadata, table + offset)[0] if offset else 0
+
+            batch = follow(struct.unpack_from("<I", metadata)[0], 2)
+            batch = follow(batch, 1) if message.type == "dictionary" else batch
+            buffers = follow(batch, 2)
+            if not buffers or not follow(batch, 3):
+                continue  # nothing is compressed
+            for i in range(struct.unpack_from("<I", metadata, buffers)[0]):
+                start, size = struct.unpack_from("<qq", metadata, buffers + 4 + 16 * i)
+                total += max(0, struct.unpack_from("<q", body, start)[0]) if size >= 8 else 0
+    return total
+
+
+def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
+    """Parquet, and Arrow through the `datasets` library, streamed so that it makes no copy."""
+    import datasets
+
+    # What it cannot read it would log as well as raise.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    number = 0
+    try:
+        if kind == "parquet":
+            rows = _parquet_rows(path)
+        else:
+            limit_unpacked(path, _count_unpacked_arrow(path))
+            rows = datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True)
+        for row in rows:
+            number += 1
+            yield number, remove_none_values(row)
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow, fsspec and datasets each have their own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path}: cannot be read as {kind} after row {number}: {reason}") from None
+
+
+def remove_none_values(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow without the keys that Arrow added.
+
+    The structs of a column all have the keys of every one of them, null where a row had none: a tool call with one
+    argument has every argument of every tool. The columns themselves stay.
+
+    >>> remove_none_values({"system": None, "call": {"name": "rain", "arguments": {"city": "Oslo", "days": None}}})
+    {'system': None, 'call': {'name': 'rain', 'arguments': {'city': 'Oslo'}}}
+    """
+    return {column: _remove_none(value) for column, value in row.items()}
+
+
+def _remove_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _remove_none(inner) for key, inner in value.items() if inner is not None}
+    return [_remove_none(inner) for inner in value] if isinstance(value, list) else value

@@ -21,7 +21,6 @@ from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.findings import Tally
 from finetune.data.formats import Conversation, Document, Group, ParsedRow, Row, parse_row
 from finetune.data.images import ImageProcessor, hash_images, read_image
-from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
 from finetune.data.preferences import (
     find_mismatched,
@@ -31,6 +30,7 @@ from finetune.data.preferences import (
     parse_prompt,
     parse_ratings,
 )
+from finetune.data.readers import RepeatedKeys
 from finetune.data.render import COMPARED, CONTEXT, RenderedText, find_image_token, render, render_turns, write_images
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens

@@ -15,7 +15,7 @@ from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.data.formats import CONVERSATION_COLUMNS, QUESTION_COLUMNS, Columns, Conversation, make_conversation
 from finetune.data.images import open_image, read_image
 from finetune.data.messages import IMAGE, BadRow, Message, list_columns, role_of
-from finetune.data.readers import read_file
+from finetune.data.sources import read_file
 from finetune.errors import UserError
 from finetune.files.durable import restore_exports, restore_folder
 from finetune.files.network import download_file

@@ -20,8 +20,8 @@ from torch import Tensor
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.data.examples import Examples, cut
-from finetune.data.packing import BatchConfig, StoredBatches, make_batches, make_generator
+from finetune.data.examples import Examples, cut, make_generator
+from finetune.data.packing import BatchConfig, StoredBatches, make_batches
 from finetune.data.token_store import Tokens, keep_in_memory
 from finetune.data.tokenize import SourceStats
 from finetune.distributed.world import RankGroup, World

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from finetune.config.schema import DatasetSource
 from finetune.data.formats import parse_row
-from finetune.data.json_rows import MAX_ROW_BYTES, RepeatedKeys
 from finetune.data.messages import BadRow
-from finetune.data.readers import _read_lines, read_file
-from finetune.data.sources import find_splits
+from finetune.data.readers import MAX_ROW_BYTES, RepeatedKeys, _read_lines
+from finetune.data.sources import find_splits, read_file
 from finetune.errors import UserError
 
 JSON_VALUES = st.recursive(

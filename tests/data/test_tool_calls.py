@@ -14,8 +14,8 @@ from finetune.cli import main
 from finetune.config.schema import DatasetSource
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
-from finetune.data.readers import read_file
 from finetune.data.render import render
+from finetune.data.sources import read_file
 from finetune.data.tokenizer import TEMPLATES, make_renderer
 from finetune.errors import EXIT_USER_ERROR
 from tests.data.test_chat import conversation, tokenizer_with
