@@ -123,7 +123,7 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, Any]:
 
 def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
     """Trains `steps` steps after `warm_up`; the clock is the device's own."""
-    from finetune.terminal import set_library_environment
+    from finetune.errors import set_library_environment
 
     set_library_environment()  # as a run does, before torch is imported
     import torch

@@ -13,8 +13,15 @@ from typing import Any, TypeAlias
 from finetune import __version__
 from finetune.config.methods import DEFAULT_METHOD, METHODS
 from finetune.config.reader import read_overrides
-from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
-from finetune.terminal import clean_output, discard, silence_libraries
+from finetune.errors import (
+    EXIT_PREEMPTED,
+    EXIT_USER_ERROR,
+    Preempted,
+    UserError,
+    clean_output,
+    discard,
+    silence_libraries,
+)
 
 # Subcommand -> the function that runs it, by name: importing it would import torch.
 COMMANDS = {

@@ -35,9 +35,9 @@ from finetune.errors import (
     UserError,
     end_process,
     exit_code,
+    set_library_environment,
 )
 from finetune.plan.architecture import find_local_facts
-from finetune.terminal import set_library_environment
 from finetune.units import counted
 
 REPORTED = (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # of which the rank has written why

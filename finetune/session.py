@@ -36,7 +36,7 @@ from finetune.data.prepare import PreparedData, batch_rows, prepare_data
 from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
 from finetune.distributed.join import describe_machine, join, leave, use_deterministic_kernels
 from finetune.distributed.world import RankGroup
-from finetune.errors import UserError
+from finetune.errors import UserError, set_library_environment
 from finetune.export.export import export_run
 from finetune.export.logits import check_streamed_logits
 from finetune.models.load import ModelSize, load_model, trains_tower
@@ -44,7 +44,7 @@ from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
 from finetune.plan.architecture import find_local_facts
-from finetune.terminal import set_library_environment
+from finetune.errors import set_library_environment
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from finetune.training.lifecycle import fix_template_date, make_objectives, open_run_folder, prompt_ids, start_run

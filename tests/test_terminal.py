@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from finetune.cli import main
-from finetune.errors import exit_code
-from finetune.terminal import CleanStream, printable
+from finetune.errors import CleanStream, exit_code, printable
 from tests.ranks import ROOT, environment
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"

@@ -39,9 +39,8 @@ from finetune.data.tokenizer import (
     plan_vocabulary,
 )
 from finetune.distributed.world import alone
-from finetune.errors import EXIT_USER_ERROR, UserError
+from finetune.errors import EXIT_USER_ERROR, UserError, printable, unfiltered
 from finetune.files.durable import replace_file
-from finetune.terminal import printable, unfiltered
 from finetune.units import counted, name_place
 
 QUICKSTART = RECIPES / "quickstart"  # the tokenizer and chat template of the quickstart recipe

@@ -24,13 +24,12 @@ from finetune.config.pretrained import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, chec
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
-from finetune.errors import UserError
+from finetune.errors import UserError, progress_bar
 from finetune.export import torch_files
 from finetune.files.network import download_file, download_folder, find_local_folder
 from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_folder
 from finetune.models.quantized_weights import StoredQuantized, dequantize_published, split_quantized
-from finetune.terminal import progress_bar
 
 FSDP_FOLDER = "pytorch_model_fsdp_0"  # of accelerator.save_state, sharded
 FSDP_FILE = "pytorch_model_fsdp.bin"

@@ -15,7 +15,7 @@ from finetune.config.module_names import PEFT_PREFIX
 from finetune.config.pretrained import ADAPTER_WEIGHTS, why_unsupported
 from finetune.constants import ADAPTER
 from finetune.distributed.model_parts import Values
-from finetune.errors import UserError
+from finetune.errors import UserError, progress_bar
 from finetune.export.merge_choice import MergeChoice
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
@@ -40,7 +40,6 @@ from finetune.export.values import (
 from finetune.files.durable import sync_folder, write_file
 from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, header_bytes, read_slice
 from finetune.models.weights import Box, Slices
-from finetune.terminal import progress_bar
 from finetune.units import read_size
 
 SYNC_BYTES = 64 * 1024 * 1024  # how much is written before the disk is waited for

@@ -21,10 +21,9 @@ from finetune.data.messages import BadRow, Message
 from finetune.data.render import RenderedText, find_image_token, write_images
 from finetune.data.spans import read_messages
 from finetune.data.tokenizer import add_variables, apply_template, end_of_answer_ids, make_renderer, read_parts
-from finetune.errors import UserError
+from finetune.errors import UserError, print_styled
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.inputs import ask, check_utf8, system_message, user_message
-from finetune.terminal import print_styled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from finetune.files.run_json import (
 from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
 from finetune.models.decoder_layers import CACHE_VARIABLE
 from finetune.models.routing import find_routing
-from finetune.terminal import is_notebook
+from finetune.errors import is_notebook
 from finetune.training.callbacks import Tracker, first_line
 from finetune.training.objectives.objective import Measured
 from finetune.units import counted, gib

@@ -19,9 +19,9 @@ import torch
 import yaml
 
 from finetune.cli import main
+from finetune.errors import printable
 from finetune.inference.inference_model import LoadOptions, load_model
 from finetune.inference.inputs import find_model
-from finetune.terminal import printable
 from tests.conftest import QuickstartRun, make_chat
 from tests.inference.conftest import LORA_STEPS
 from tests.ranks import ROOT, default_interrupt, environment

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from finetune.config.pretrained import why_unsupported
-from finetune.errors import UserError
+from finetune.errors import UserError, progress_bar
 from finetune.export.formats.gguf_file import (
     FILE_TYPES,
     PlannedFile,
@@ -39,7 +39,6 @@ from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, stored_value
 from finetune.export.values import scale_of
 from finetune.export.write import Weights
-from finetune.terminal import progress_bar
 from finetune.units import disk_size
 
 # The largest ‖llama.cpp − checkpoint‖ / ‖checkpoint‖ of the logits that a type explains: llama.cpp rounds not only the
