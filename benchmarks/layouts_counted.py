@@ -13,8 +13,8 @@ from finetune.config.schema import Batch, Data, Recipe
 from finetune.data.batches import StepBatch
 from finetune.distributed.world import World
 from finetune.plan.architecture import read_architecture
-from finetune.plan.communication import count_communication
 from finetune.plan.run_spec import RunSpec
+from finetune.plan.speed import count_communication
 
 KINDS = {
     "allgather": "all-gather",

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from finetune.flops import flop_per_token_of, peak_flops_of
-from finetune.plan.resources import estimate_speed
+from finetune.plan.speed import estimate_speed
 from tests.plan.run_specs import make_spec
 
 TERA = 1e12

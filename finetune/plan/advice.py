@@ -9,8 +9,7 @@ from typing import Any
 
 from finetune.config.layout import DIVISIONS, UNDIVIDED
 from finetune.config.optimization import list_smaller
-from finetune.plan.resources import plan_host
-from finetune.plan.run_spec import RunSpec
+from finetune.plan.run_spec import RunSpec, plan_host
 from finetune.plan.step_memory import find_peak
 
 CONFIG_KEY = "accelerate_config="
@@ -280,7 +279,8 @@ def advise(spec: RunSpec, device_bytes: int, *, in_recipe: bool = False) -> Advi
         if found is not None:
             best, dearest = found, max(map(changes.index, found))
     if best is not None:
-        return Advice(False, best, peak_after(best), plan_host(apply_changes(spec, best)[0]).total)
+        peak = peak_after(best)
+        return Advice(False, best, peak, plan_host(apply_changes(spec, best)[0], peak).total)
     changed = min((apply_changes(spec, order)[0] for order in orders), key=lambda each: find_peak(each).total)
     wider = (ranks for ranks in RANKS_TO_TRY if ranks > spec.ranks and ranks % changed.sharding.smallest_world == 0)
     more_ranks = (replace(changed, ranks=ranks) for ranks in wider)

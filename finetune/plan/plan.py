@@ -24,18 +24,8 @@ from finetune.constants import ITEMSIZE, grow_rows
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, advise, describe_changes
 from finetune.plan.architecture import Architecture, find_config, read_architecture
-from finetune.plan.communication import Links
-from finetune.plan.resources import (
-    ASSUMED_MFU,
-    CPU_PROCESS_BYTES,
-    Disk,
-    Host,
-    Speed,
-    estimate_speed,
-    plan_disk,
-    plan_host,
-)
-from finetune.plan.run_spec import RunSpec, TeacherSpec
+from finetune.plan.run_spec import CPU_PROCESS_BYTES, Disk, Host, RunSpec, TeacherSpec, plan_disk, plan_host
+from finetune.plan.speed import ASSUMED_MFU, Links, Speed, estimate_speed
 from finetune.plan.step_memory import Phase, find_peak, plan_phases
 from finetune.plan.table import (
     align_columns,
@@ -108,13 +98,13 @@ def make_plan(
     )
     problems = refuse_problems(replace(spec, recipe=asked).find_problems())
     stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))
-    speed = estimate_speed(spec, mfu, read, links)
+    phases, speed = plan_phases(spec), estimate_speed(spec, mfu, read, links)
     remarks = (*_find_remarks(config, recipe.data.max_length), *_judge_pipeline(spec, speed, mfu, links))
     return Plan(
         spec=spec,
-        phases=plan_phases(spec),
+        phases=phases,
         disk=plan_disk(spec, stored_dtype if stored_dtype in ITEMSIZE else "bfloat16"),
-        host=plan_host(spec),
+        host=plan_host(spec, max(phase.peak.total for phase in phases)),
         speed=speed,
         remarks=(*map(str, problems), *remarks),
     )

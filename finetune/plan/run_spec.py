@@ -1,47 +1,36 @@
-"""What is planned: the model, the recipe, the layout and the number of ranks, and what follows from them directly."""
+"""What is planned: the model, the recipe, the layout and the ranks; and what that takes of disks and hosts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Literal
 
 from finetune.config.compatibility import find_problems
 from finetune.config.families import find_family
 from finetune.config.layout import Sharding, compute_dtype, gathers_fp8, is_multiplied_in_fp8, split_layers
-from finetune.config.optimization import count_offloaded_bytes, list_offloaded_itemsizes
+from finetune.config.optimization import count_optimizer_bytes
+from finetune.config.quantization import SCHEMES
 from finetune.config.rule import Problem
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size
-from finetune.constants import ITEMSIZE, ROUND_TOKENS
+from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS
 from finetune.flops import flop_per_token
-from finetune.plan.activations import Computation
+from finetune.plan.activations import Computation, offloaded_bytes
 from finetune.plan.architecture import Architecture
-from finetune.plan.state import State, StateTensor, count_state, list_frozen_tensors, list_state_tensors
+from finetune.plan.state import (
+    Files,
+    State,
+    StateTensor,
+    count_files,
+    count_state,
+    list_frozen_tensors,
+    list_state_tensors,
+)
 
-NVME_BYTES_PER_SECOND = 5e9  # of one node, read and written in turns
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Bytes of one rank."""
-
-    size: int  # of its file, which a step reads once and writes once
-    buffer: int  # one of the two on the host; on a GPU there is one more
-    counters: int  # the steps of each parameter, in memory
-
-
-def count_files(
-    tensors: Iterable[StateTensor], shards: int, optim: str, dtype: str, compute_dtype: str, rank: int = 0
-) -> Files:
-    """The file of `rank` for the trained `tensors`, which are of `dtype` and split into `shards`. A buffer holds the
-    largest decoder layer, or parameter that is in none (optim/offload.py)."""
-    itemsizes, units, count = list_offloaded_itemsizes(optim, dtype, compute_dtype), dict[str, int](), 0
-    for tensor in tensors:
-        if tensor.trainable:
-            count, numel = count + 1, prod(tensor.shard(shards, rank % shards))
-            unit = tensor.unit if tensor.unit.startswith("layer") else tensor.name
-            units[unit] = units.get(unit, 0) + count_offloaded_bytes(numel, itemsizes)
-    return Files(size=sum(units.values()), buffer=max(units.values()), counters=4 * count)
+PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
+# Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned
+# tensors: 477 MiB for the quickstart, 971 MiB after 200 bf16 steps of up to 4,096 tokens (benchmarks/speed.py).
+CPU_PROCESS_BYTES = 1 << 30
+EXPORT_SHARD_BYTES = 5 * 10**9  # finetune export --max-shard-size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,3 +349,93 @@ def count_multiplied(architecture: Architecture) -> int:
     """Numbers that multiply a token: of a mixture's experts the chosen ones, and no untied input embedding."""
     a = architecture
     return a.parameters - a.idle_parameters - (0 if a.tied else a.embedding.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Bytes on the run's disk; `offload` is elsewhere."""
+
+    checkpoint: int  # one of them
+    checkpoints_kept: int | None  # save_total_limit; None: all
+    checkpoints: int  # those kept, and the one being written
+    export: int
+    adapter: int
+    offload: int = 0  # of one node, in offload_dir while it trains
+    rollouts: int = 0  # weights for a server that samples: the ranks' shards, what is made of them, and those before
+
+    @property
+    def total(self) -> int:
+        return self.checkpoints + self.export + self.adapter + self.rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Bytes of one node's memory."""
+
+    processes: int  # where ranks compute on the CPU, with all their tensors
+    offloaded: int  # parameters, gradients and optimizer state where they are offloaded
+    activations: int  # what checkpointed layers keep, where it is offloaded
+    saving: int  # the copy of the state that is written while training continues
+    export: int  # one output file and one tensor, on the first rank
+    buffers: int = 0  # beside a GPU: through which state in files passes
+
+    @property
+    def total(self) -> int:
+        return self.processes + self.offloaded + self.activations + self.buffers + max(self.saving, self.export)
+
+
+def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
+    """Disk for the kept checkpoints and the export, in the recipe's `export_dtype` or else `base_dtype`."""
+    trained, lora = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.lora.use_peft
+    recipe, files, optim = spec.recipe.checkpoint, spec.files(), spec.recipe.optimization.optim
+    moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True) for t in trained)
+    # A full model's checkpoint is complete, also where some is frozen.
+    stored = trained if lora else spec.tensors
+    weights = sum(t.numel * t.itemsize for t in stored)
+    checkpoint, is_handed_over = weights + moments, spec.recipe.rollout.vllm_server_base_url is not None
+    return Disk(
+        checkpoint=checkpoint,
+        checkpoints_kept=recipe.save_total_limit,
+        checkpoints=checkpoint * ((recipe.save_total_limit or 1) + 1),
+        export=_exported_bytes(spec, ITEMSIZE[recipe.export_dtype or base_dtype]) if recipe.export_at_end else 0,
+        adapter=sum(t.numel * t.itemsize for t in trained) if lora else 0,
+        offload=files.size * min(spec.ranks, spec.ranks_per_node) if files is not None else 0,
+        rollouts=is_handed_over * (weights + 2 * ITEMSIZE[spec.compute_dtype] * sum(t.numel for t in stored)),
+    )
+
+
+def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
+    """What all of `export_formats` hold."""
+    a, keys, aware = spec.architecture, spec.recipe.checkpoint, spec.recipe.quantization_aware
+    whole, quantized = itemsize * a.parameters, 0
+    name = keys.export_quantization or aware.quantization_aware_training
+    if name is not None:
+        group = aware.qat_group_size if name == aware.quantization_aware_training else None
+        weights = sum(linear.numel for layer in range(a.layers) for linear in a.linears(layer))
+        quantized = whole - int(weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group)))
+    return sum(quantized if each == "compressed-tensors" else whole for each in keys.export_formats)
+
+
+def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
+    """The memory of one node, for all its ranks, each of which has `peak_bytes` on its device."""
+    ranks, files, on_cpu = min(spec.ranks, spec.ranks_per_node), spec.files(), spec.device == "cpu"
+    trained, optim = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.optimization.optim
+    if files is None:
+        state = sum(
+            t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained
+        )
+    else:
+        state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
+    gradients, teacher = (sum(t.numel * t.itemsize for t in of) for of in (trained, spec.teacher_tensors))
+    frozen = sum(t.numel * t.itemsize for t in spec.tensors if not t.trainable)
+    share = ranks / (spec.state_ranks * spec.stages)  # of the sharded state, on this node
+    saved = state + (0 if spec.recipe.lora.use_peft else frozen)
+    exported = min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + 4 * max(t.numel for t in spec.tensors)
+    return Host(
+        processes=ranks * (CPU_PROCESS_BYTES + peak_bytes if on_cpu else PROCESS_BYTES),
+        offloaded=int((state + frozen + gradients + teacher) * share) if spec.sharding.cpu_offload else 0,
+        activations=ranks * offloaded_bytes(spec.part, spec.computation, spec.tokens),
+        saving=int(saved * min(share, 1)) if files is None and not on_cpu else 0,
+        export=exported if spec.recipe.checkpoint.export_at_end else 0,
+        buffers=2 * files.buffer * ranks if files is not None and not on_cpu else 0,
+    )

@@ -16,7 +16,7 @@ from finetune.config.module_names import (
     refuse_unknown_layers,
     refuse_unmatched,
 )
-from finetune.config.optimization import count_optimizer_bytes
+from finetune.config.optimization import count_offloaded_bytes, count_optimizer_bytes, list_offloaded_itemsizes
 from finetune.config.quantization import divide_quantization, quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
 from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE
@@ -260,6 +260,29 @@ def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
     if adapters_are_units and ".default." in tensor.name:
         return tensor.name
     return tensor.unit if tensor.unit.startswith(("layer", BESIDE)) else "root"
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Bytes of one rank."""
+
+    size: int  # of its file, which a step reads once and writes once
+    buffer: int  # one of the two on the host; on a GPU there is one more
+    counters: int  # the steps of each parameter, in memory
+
+
+def count_files(
+    tensors: Iterable[StateTensor], shards: int, optim: str, dtype: str, compute_dtype: str, rank: int = 0
+) -> Files:
+    """The file of `rank` for the trained `tensors`, which are of `dtype` and split into `shards`. A buffer holds the
+    largest decoder layer, or parameter that is in none (optim/offload.py)."""
+    itemsizes, units, count = list_offloaded_itemsizes(optim, dtype, compute_dtype), dict[str, int](), 0
+    for tensor in tensors:
+        if tensor.trainable:
+            count, numel = count + 1, prod(tensor.shard(shards, rank % shards))
+            unit = tensor.unit if tensor.unit.startswith("layer") else tensor.name
+            units[unit] = units.get(unit, 0) + count_offloaded_bytes(numel, itemsizes)
+    return Files(size=sum(units.values()), buffer=max(units.values()), counters=4 * count)
 
 
 @dataclass(frozen=True, slots=True)

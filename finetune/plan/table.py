@@ -9,8 +9,14 @@ from finetune.config.layout import frozen_dtype
 from finetune.config.quantization import describe_quantization
 from finetune.flops import FORMULA
 from finetune.plan.advice import Advice, describe_changes
-from finetune.plan.resources import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Disk, Host, Speed
-from finetune.plan.run_spec import NVME_BYTES_PER_SECOND, RunSpec
+from finetune.plan.run_spec import Disk, Host, RunSpec
+from finetune.plan.speed import (
+    ASSUMED_DEVICE,
+    HOST_BYTES_PER_SECOND,
+    NVME_BYTES_PER_SECOND,
+    PCIE_BYTES_PER_SECOND,
+    Speed,
+)
 from finetune.plan.step_memory import Phase
 from finetune.plan.temporary_memory import Snapshot
 from finetune.units import GIB, MIB, count, counted, disk_size, gib

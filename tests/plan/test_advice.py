@@ -9,7 +9,8 @@ import yaml
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.plan.advice import advise, apply_changes, describe_changes, list_changes
-from finetune.plan.resources import HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, estimate_speed, plan_host
+from finetune.plan.run_spec import plan_host
+from finetune.plan.speed import HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, estimate_speed
 from finetune.plan.step_memory import find_peak, plan_phases
 from finetune.plan.table import format_speed
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, QWEN3_235B, make_spec
@@ -79,7 +80,7 @@ def test_activations_in_host_memory_are_suggested_and_counted_there() -> None:
     change = next(change for change in list_changes(planned) if change.text == "activation_offload=true")
     offloaded = change.apply(planned)
     layer = 2 * 4096 * 32768  # bytes that a layer keeps: its input in bf16, a power of two
-    assert (plan_host(planned).activations, plan_host(offloaded).activations) == (0, 8 * 32 * layer)
+    assert (plan_host(planned, 0).activations, plan_host(offloaded, 0).activations) == (0, 8 * 32 * layer)
     peaks = [{p.name: p.peak for p in plan_phases(spec)}["evaluation"] for spec in (planned, offloaded)]
     assert peaks[0] == peaks[1]
     assert 0 < find_peak(planned).total - find_peak(offloaded).total <= 1.06 * 31 * layer

@@ -10,7 +10,8 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Data, DatasetSource
 from finetune.plan.plan import make_plan
-from finetune.plan.resources import CPU_PROCESS_BYTES, estimate_epoch_tokens
+from finetune.plan.run_spec import CPU_PROCESS_BYTES
+from finetune.plan.speed import estimate_epoch_tokens
 from tests.ranks import run_command
 
 

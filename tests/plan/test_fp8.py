@@ -9,7 +9,7 @@ from torch import nn
 
 from finetune.config.layout import Fp8
 from finetune.flops import FP8_SPEEDUP, flop_per_token
-from finetune.plan.resources import estimate_speed
+from finetune.plan.speed import estimate_speed
 from finetune.plan.temporary_memory import fp8_bytes, plan_layout_memory
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, make_spec
 from tests.plan.traced import allocated_peak

@@ -11,8 +11,8 @@ from finetune.checkpoint.shards import allocate_on_host
 from finetune.config.schema import Optimization
 from finetune.constants import OFFLOAD_ALIGNMENT
 from finetune.plan.advice import list_changes
-from finetune.plan.resources import estimate_speed, plan_disk, plan_host
-from finetune.plan.run_spec import RunSpec
+from finetune.plan.run_spec import RunSpec, plan_disk, plan_host
+from finetune.plan.speed import estimate_speed
 from finetune.plan.step_memory import plan_phases
 from finetune.plan.table import format_speed, format_storage
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
@@ -40,13 +40,13 @@ def test_an_8b_keeps_6_of_16_bytes_a_parameter_in_memory() -> None:
     embedding = 12 * LLAMA_31_8B["vocab_size"] * LLAMA_31_8B["hidden_size"] // 8
     assert files.buffer == max(embedding, 12 * LAYER // 8)
     assert state.optimizer == files.buffer + 4 * tensors  # on a GPU one; two more on its host
-    assert plan_host(spec).buffers == 8 * 2 * files.buffer and plan_host(spec).saving == 0
+    assert plan_host(spec, 0).buffers == 8 * 2 * files.buffer and plan_host(spec, 0).saving == 0
     assert plan_disk(spec, "bfloat16").offload == 8 * files.size
     assert estimate_speed(spec, 0.4).files_seconds == pytest.approx(24 * PARAMETERS / 5e9, rel=1e-3)
     phases = {phase.name: phase.peak for phase in plan_phases(spec)}
     assert phases["load"].parameters == 4 * PARAMETERS // 8, "fp32 until the master weights are in files"
     assert phases["steady step"].parameters == phases["save"].parameters == 2 * PARAMETERS // 8
-    text = format_storage(plan_disk(spec, "bfloat16"), plan_host(spec)) + format_speed(estimate_speed(spec, 0.4), 8)
+    text = format_storage(plan_disk(spec, "bfloat16"), plan_host(spec, 0)) + format_speed(estimate_speed(spec, 0.4), 8)
     assert "offload    89.75 GiB a node in offload_dir" in text and "38.5 s are the state in offload_dir" in text
 
 
@@ -83,11 +83,11 @@ def test_an_async_save_pins_what_is_planned_and_not_powers_of_two(monkeypatch: p
     copies = [allocate_on_host(tensor) for tensor in saved]
     assert [(copy.shape, copy.dtype) for copy in copies] == [(tensor.shape, tensor.dtype) for tensor in saved]
     steps = 4 * len(spec.tensors)  # on the host already
-    assert 0 <= sum(pinned) - (plan_host(spec).saving - steps) < OFFLOAD_ALIGNMENT * len(saved)
+    assert 0 <= sum(pinned) - (plan_host(spec, 0).saving - steps) < OFFLOAD_ALIGNMENT * len(saved)
     moments = Optimization(optim="adamw_bf16_moments")
     whole = make_spec(QWEN_25_7B, ranks=1)
     whole = replace(whole, recipe=replace(whole.recipe, optimization=moments))
     pages = sum(-(-t.numel * size // 4096) * 4096 for t in whole.tensors for size in (4, 2, 2))
     powers = sum(2 ** (t.numel * size - 1).bit_length() for t in whole.tensors for size in (4, 2, 2))
-    found = [round(each / 2**30, 1) for each in (plan_host(whole).saving, pages, powers)]
+    found = [round(each / 2**30, 1) for each in (plan_host(whole, 0).saving, pages, powers)]
     assert found == [56.7, 56.7, 107.9], "planned; in whole pages; as torch's own pinned memory would be"

@@ -23,9 +23,9 @@ from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
 from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
-from finetune.plan.communication import Links, count_communication
 from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec
+from finetune.plan.speed import Links, count_communication
 from finetune.plan.table import name_layout
 from tests.conftest import make_chat
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_70B, make_spec

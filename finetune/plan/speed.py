@@ -1,122 +1,215 @@
-"""What a run takes beside the memory of its devices: disk, host memory, and time at an assumed MFU."""
+"""The time of a step: computation at an assumed MFU, offload, and what ranks send each other; and the steps of a run.
 
-from dataclasses import dataclass
+Collectives are counted as the layouts make them; tests/test_layouts_benchmark.py holds them to what
+`benchmarks/layouts.py` measures. Left out are sums of a few numbers (norms, losses), those of adapters under tensor
+parallelism, and a teacher's units.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from finetune.config.layout import divides_heads
 from finetune.config.methods import RowKind
-from finetune.config.optimization import count_optimizer_bytes
-from finetune.config.quantization import SCHEMES
 from finetune.config.schema import Data
 from finetune.constants import FP32, ITEMSIZE
 from finetune.files.run_json import parse_json
 from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
-from finetune.plan.activations import offloaded_bytes
-from finetune.plan.communication import Collective, Links, count_communication
-from finetune.plan.run_spec import NVME_BYTES_PER_SECOND, RunSpec, count_multiplied
-from finetune.plan.step_memory import find_peak, kv_cache_bytes
+from finetune.plan.run_spec import RunSpec, count_multiplied
+from finetune.plan.state import StateTensor, split_into_units
+from finetune.plan.step_memory import kv_cache_bytes
 
-PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
-# Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned
-# tensors: 477 MiB for the quickstart, 971 MiB after 200 bf16 steps of up to 4,096 tokens (benchmarks/speed.py).
-CPU_PROCESS_BYTES = 1 << 30
-EXPORT_SHARD_BYTES = 5 * 10**9  # finetune export --max-shard-size
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's (torch.nn.parallel.distributed)
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
-    """Bytes on the run's disk; `offload` is elsewhere."""
+class Links:
+    """Bytes per second in one direction: of a GPU to the others of its node, and of a node to the others."""
 
-    checkpoint: int  # one of them
-    checkpoints_kept: int | None  # save_total_limit; None: all
-    checkpoints: int  # those kept, and the one being written
-    export: int
-    adapter: int
-    offload: int = 0  # of one node, in offload_dir while it trains
-    rollouts: int = 0  # weights for a server that samples: the ranks' shards, what is made of them, and those before
-
-    @property
-    def total(self) -> int:
-        return self.checkpoints + self.export + self.adapter + self.rollouts
+    within_node: float = 450e9  # NVLink 4 of an H100 or H200, by their data sheets
+    between_nodes: float = 400e9  # 8 adapters of 400 Gbit/s, as in a DGX H100
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """Bytes of one node's memory."""
+class Collective:
+    """All calls of one kind that a rank makes in a step. `bytes` is their sum: a call counts its input or its output,
+    whichever is larger. Ranks of the group are `stride` apart."""
 
-    processes: int  # where ranks compute on the CPU, with all their tensors
-    offloaded: int  # parameters, gradients and optimizer state where they are offloaded
-    activations: int  # what checkpointed layers keep, where it is offloaded
-    saving: int  # the copy of the state that is written while training continues
-    export: int  # one output file and one tensor, on the first rank
-    buffers: int = 0  # beside a GPU: through which state in files passes
+    kind: Kind
+    calls: int
+    bytes: int
+    ranks: int
+    stride: int = 1
+    is_awaited: bool = False  # a layer needs the result at once; else it can run beside the computation
 
-    @property
-    def total(self) -> int:
-        return self.processes + self.offloaded + self.activations + self.buffers + max(self.saving, self.export)
+    def seconds(self, links: Links, ranks_per_node: int) -> float:
+        """By rings, over which a rank sends (n - 1) / n of the bytes, twice for an all-reduce; what leaves a node
+        shares its network with the node's other groups.
 
-
-def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
-    """Disk for the kept checkpoints and the export, in the recipe's `export_dtype` or else `base_dtype`."""
-    trained, lora = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.lora.use_peft
-    recipe, files, optim = spec.recipe.checkpoint, spec.files(), spec.recipe.optimization.optim
-    moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True) for t in trained)
-    # A full model's checkpoint is complete, also where some is frozen.
-    stored = trained if lora else spec.tensors
-    weights = sum(t.numel * t.itemsize for t in stored)
-    checkpoint, is_handed_over = weights + moments, spec.recipe.rollout.vllm_server_base_url is not None
-    return Disk(
-        checkpoint=checkpoint,
-        checkpoints_kept=recipe.save_total_limit,
-        checkpoints=checkpoint * ((recipe.save_total_limit or 1) + 1),
-        export=_exported_bytes(spec, ITEMSIZE[recipe.export_dtype or base_dtype]) if recipe.export_at_end else 0,
-        adapter=sum(t.numel * t.itemsize for t in trained) if lora else 0,
-        offload=files.size * min(spec.ranks, spec.ranks_per_node) if files is not None else 0,
-        rollouts=is_handed_over * (weights + 2 * ITEMSIZE[spec.compute_dtype] * sum(t.numel for t in stored)),
-    )
+        >>> links = Links(within_node=400e9, between_nodes=80e9)
+        >>> Collective("all-gather", 1, 8 * 10**9, ranks=8).seconds(links, 8), Collective("all-reduce", 1, 10**9, 2, 8).seconds(links, 8)
+        (0.0175, 0.1)
+        """  # noqa: E501
+        here = max(1, min(self.ranks, ranks_per_node // self.stride))
+        if self.kind == "send":  # to a neighbor, beside the sends of all ranks of the node
+            return self.bytes / (links.within_node if here == self.ranks else links.between_nodes / ranks_per_node)
+        of_rank = links.between_nodes / ranks_per_node
+        sent = self.bytes * (2 if self.kind == "all-reduce" else 1)
+        if here == self.ranks:
+            return sent * (self.ranks - 1) / self.ranks / links.within_node
+        if self.kind == "all-to-all":
+            return sent * (self.ranks - here) / self.ranks / of_rank
+        return sent * (self.ranks - 1) / self.ranks / min(links.within_node, of_rank * here)
 
 
-def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
-    """What all of `export_formats` hold."""
-    a, keys, aware = spec.architecture, spec.recipe.checkpoint, spec.recipe.quantization_aware
-    whole, quantized = itemsize * a.parameters, 0
-    name = keys.export_quantization or aware.quantization_aware_training
-    if name is not None:
-        group = aware.qat_group_size if name == aware.quantization_aware_training else None
-        weights = sum(linear.numel for layer in range(a.layers) for linear in a.linears(layer))
-        quantized = whole - int(weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group)))
-    return sum(quantized if each == "compressed-tensors" else whole for each in keys.export_formats)
+def count_communication(spec: RunSpec) -> tuple[Collective, ...]:
+    """The collectives of a step, for rows that are full and routers that prefer no expert."""
+    found = [*_of_units(spec), *_of_buckets(spec)]
+    waited = (*_of_tensors(spec), *_of_sequences(spec), *_of_experts(spec), *_of_pipeline(spec))
+    found += [replace(each, is_awaited=True) for each in waited]
+    return tuple(each for each in found if each.ranks > 1 and each.bytes)
 
 
-def plan_host(spec: RunSpec) -> Host:
-    """The memory of one node, for all its ranks."""
-    ranks, files, on_cpu = min(spec.ranks, spec.ranks_per_node), spec.files(), spec.device == "cpu"
-    trained, optim = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.optimization.optim
-    if files is None:
-        state = sum(
-            t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained
+def _of_pipeline(spec: RunSpec) -> Iterator[Collective]:
+    """The states that enter a group of layers, and their gradients, from rank to rank."""
+    if spec.stages > 1:
+        calls = 2 * spec.sharding.pipeline_chunks // spec.stages * spec.accumulation
+        state = spec.tokens * spec.architecture.hidden * spec.computation.itemsize
+        yield Collective("send", calls, calls * state, spec.stages, spec.ranks // spec.stages)
+
+
+def _of_units(spec: RunSpec) -> Iterator[Collective]:
+    """FSDP gathers a unit for the forward of each micro-batch, and again for its backward where it was freed; it
+    reduces the gradients that the unit has, under hybrid sharding over the replicas too: FSDP2 in the last micro-batch
+    only."""
+    if not spec.sharding.is_fsdp:
+        return
+    times, replicas = spec.accumulation, spec.ranks // (spec.stages * spec.state_ranks)
+    for tensors, gathers in _list_units(spec):
+        divided, stride = tensors[0].divided, spec.tensor_ranks
+        shards = spec.shards // divided
+        whole = sum(
+            _padded(t, shards) * (1 if t.name in spec.fp8_gathered else spec.computation.itemsize) for t in tensors
         )
-    else:
-        state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
-    gradients, teacher = (sum(t.numel * t.itemsize for t in of) for of in (trained, spec.teacher_tensors))
-    frozen = sum(t.numel * t.itemsize for t in spec.tensors if not t.trainable)
-    share = ranks / (spec.state_ranks * spec.stages)  # of the sharded state, on this node
-    saved = state + (0 if spec.recipe.lora.use_peft else frozen)
-    exported = min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + 4 * max(t.numel for t in spec.tensors)
-    return Host(
-        processes=ranks * (CPU_PROCESS_BYTES + find_peak(spec).total if on_cpu else PROCESS_BYTES),
-        offloaded=int((state + frozen + gradients + teacher) * share) if spec.sharding.cpu_offload else 0,
-        activations=ranks * offloaded_bytes(spec.part, spec.computation, spec.tokens),
-        saving=int(saved * min(share, 1)) if files is None and not on_cpu else 0,
-        export=exported if spec.recipe.checkpoint.export_at_end else 0,
-        buffers=2 * files.buffer * ranks if files is not None and not on_cpu else 0,
-    )
+        reduced = sum(_padded(t, shards) for t in tensors if t.trainable) * ITEMSIZE[spec.reduced_dtype]
+        yield Collective("all-gather", gathers * times, gathers * times * whole, shards, stride * divided)
+        yield Collective("reduce-scatter", times, times * reduced, shards, stride * divided)
+        meetings = 1 if spec.sharding.layout == "fsdp2" else times
+        yield Collective("all-reduce", meetings, meetings * reduced // shards, replicas, spec.state_ranks)
+
+
+def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
+    """The tensors of each unit, and how often a micro-batch gathers it. Divided experts are units of their own."""
+    u = split_into_units(spec.part, spec.part_tensors, spec.sharding)
+    forwards = 2 if spec.reference == "adapters off" else 1
+    units: dict[str, list[StateTensor]] = {}
+    for tensor in spec.part_tensors:
+        is_layer = tensor.unit.startswith("layer")
+        name = "layers" if is_layer and u.layer == u.layers else tensor.unit
+        if (name == "embedding" and u.embedding.numel == 0) or (name == "layers" and spec.sharding.layout == "fsdp1"):
+            name = "tail"
+        units.setdefault(f"{name}, divided" if tensor.divided > 1 else name, []).append(tensor)
+    for name, tensors in units.items():
+        stays = name == "tail" or u.stay_gathered
+        # Nothing asks for the gradient of a frozen embedding's output but activation checkpointing.
+        is_passed = name != "embedding" or any(t.trainable for t in tensors) or spec.sharding.activation_checkpointing
+        yield tensors, 1 if stays else forwards + is_passed
+
+
+def _padded(tensor: StateTensor, shards: int) -> int:
+    """Numbers of what FSDP gathers of a tensor: rows padded to a multiple of the shards; experts divide evenly."""
+    if tensor.divided > 1:
+        return tensor.numel // tensor.divided
+    rows = tensor.shape[0]
+    return tensor.numel // rows * -(-rows // shards) * shards
+
+
+def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
+    """DDP reduces gradients once a step, in buckets."""
+    if spec.sharding.layout != "ddp":
+        return
+    calls, size, limit = 0, 0, FIRST_BUCKET
+    for each in reversed([t.numel * t.itemsize for t in spec.tensors if t.trainable]):
+        size += each
+        if size >= limit:
+            calls, size, limit = calls + 1, 0, BUCKET
+    whole = sum(t.numel * t.itemsize for t in spec.tensors if t.trainable)
+    yield Collective("all-reduce", calls + (size > 0), whole, spec.ranks)
+
+
+def _count_passes(spec: RunSpec) -> tuple[int, int]:
+    """How often a step computes a layer forward (reference and recomputation included), and backward."""
+    every, reference = spec.computation.checkpoint_every, spec.reference == "adapters off"
+    layers = spec.part.layers
+    recomputed = 0 if every is None else -(-layers // every)
+    return spec.accumulation * (layers * (1 + reference) + recomputed), spec.accumulation * layers
+
+
+def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
+    """In a layer the outputs of attention and MLP are summed, and the gradients of their inputs; where transformers'
+    plan gathers products, these in the forward and the gradients of the next layer's input in the backward; at the ends
+    the embedding's output, the softmax's numbers and the gradient of what enters the head."""
+    ranks, a, run = spec.tensor_ranks, replace(spec.architecture, layers=spec.part.layers), spec.computation
+    if ranks == 1:
+        return
+    forward, backward = _count_passes(spec)
+    size, recomputed = spec.tokens * a.hidden * run.itemsize, forward - backward * (2 if spec.reference else 1)
+    # The recomputed forward ends with the last tensor that its backward reads: before the sum of the MLP's outputs.
+    calls = 2 * forward - max(0, recomputed) + 2 * backward
+    yield Collective("all-reduce", calls, calls * size, ranks)
+    if a.family.tensor_parallel == "products":
+        products = a.query_width + 2 * a.key_value_width + (2 * a.intermediate if a.family.fused else 0)
+        inputs = a.query_width + (a.intermediate if a.family.fused else 0)
+        moved = spec.tokens * run.itemsize * (forward * products + backward * inputs)
+        yield Collective(
+            "all-gather", forward * (2 if a.family.fused else 3) + backward * (2 if a.family.fused else 1), moved, ranks
+        )
+    forwards = spec.accumulation * (2 if spec.reference == "adapters off" else 1)
+    yield Collective("all-reduce", forwards, forwards * size, ranks)  # the embedding
+    yield Collective("all-reduce", 3 * forwards, forwards * (3 * FP32 * spec.tokens + size), ranks)
+
+
+def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
+    """Two all-to-alls a layer: queries with keys and values, and the outputs; as many in the backward. More ranks than
+    heads gather keys and values, and reduce their gradients."""
+    ranks, a = spec.sharding.sequence_parallel_size, spec.computed
+    if not divides_heads(a.heads, ranks):
+        forward, _ = _count_passes(spec)
+        layers, row = a.layers * spec.accumulation, spec.tokens * ranks * spec.computation.itemsize
+        width = a.query_width + a.heads * a.latent.value if a.latent is not None else 2 * a.key_value_width
+        yield Collective("all-gather", 2 * forward, forward * row * width, ranks, spec.tensor_ranks)
+        yield Collective("reduce-scatter", 2 * layers, layers * row * width, ranks, spec.tensor_ranks)
+        return
+    repeated = math.lcm(a.key_value_heads, ranks) // a.key_value_heads
+    key_value, output = 2 * a.key_value_width * repeated, a.query_width
+    if a.latent is not None:
+        key_value, output = a.query_width + a.heads * a.latent.value, a.heads * a.latent.value
+    forward, backward = _count_passes(spec)
+    moved = spec.tokens * spec.computation.itemsize * (a.query_width + key_value + output)
+    times = forward + backward
+    yield Collective("all-to-all", 2 * times, times * moved, ranks, spec.tensor_ranks)
+
+
+def _of_experts(spec: RunSpec) -> Iterator[Collective]:
+    """Tokens to their experts and back, once for each expert of a token; first, how many come to each."""
+    ranks, mixture = spec.sharding.expert_parallel_size, spec.architecture.mixture
+    if mixture is None or ranks == 1:
+        return
+    share = len(mixture.layers) / spec.architecture.layers
+    forward, backward = (round(passes * share) for passes in _count_passes(spec))
+    states = spec.tokens * mixture.chosen * spec.architecture.hidden * spec.computation.itemsize
+    yield Collective("all-to-all", 2 * (forward + backward), 2 * (forward + backward) * states, ranks)
+    yield Collective("all-to-all", forward, forward * 8 * mixture.experts, ranks)
 
 
 ASSUMED_DEVICE = "H100"
 ASSUMED_MFU = 0.4
 DEVICE_BYTES_PER_SECOND = 3.35e12  # the assumed device's memory
 PCIE_BYTES_PER_SECOND = 25e9  # of one GPU to its host and back
+NVME_BYTES_PER_SECOND = 5e9  # of one node, read and written in turns
 HOST_BYTES_PER_SECOND = 100e9  # of a node's memory, as AdamW on its CPUs reaches it
 BYTES_PER_TOKEN = 4  # of English text in a large vocabulary; only to guess the length of an epoch from the files' size
 ANSWERS = ("chosen", "rejected", "response_w", "response_l")
