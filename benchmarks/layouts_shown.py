@@ -19,7 +19,7 @@ class Measured:
     peak_memory_bytes: int  # CPU: the growth of the resident set over the imports; CUDA: allocated
     tokens_per_second: float  # over all ranks
     calls: dict[str, int]  # of one step on rank 0, by kind
-    planned_calls: dict[str, int]  # by finetune/plan/communication.py
+    planned_calls: dict[str, int]  # by finetune/plan/speed.py
     planned_bytes: dict[str, int]
     communicated_bytes: dict[str, int]  # the same; of each call the larger of what goes in and what comes out
     activation_bytes: int  # kept from the forward to the backward of a micro-batch

@@ -33,7 +33,7 @@ COMMANDS = {
     "chat": "finetune.inference.cli:chat_command",
     "evaluate": "finetune.inference.cli:evaluate_command",
     "serve-check": "finetune.inference.serve_check:serve_check_command",
-    "report": "finetune.report.cli:report_command",
+    "report": "finetune.report.page:report_command",
     "convert": "finetune.convert.conversion:convert_command",
     "checkpoints": "finetune.checkpoint.folders:checkpoints_command",
 }

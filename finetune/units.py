@@ -73,6 +73,24 @@ def count(number: int) -> str:
     return f"{number / 1e6:.1f} M" if number >= 10**6 else f"{number:,}"
 
 
+def format_compact(value: float) -> str:
+    """A number for an axis or a tooltip.
+
+    >>> [format_compact(value) for value in (0.0, 2e-05, 1234567, 0.3333, 5202.4)]
+    ['0', '2e-5', '1.23M', '0.333', '5,202']
+    """
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (limit if letter != 'k' else 1e3):.3g}{letter}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
+
+
 def counted(number: int, thing: str) -> str:
     """So many of a thing.
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from finetune.config.methods import METHODS
-from finetune.report.run_data import RunRecord
+from finetune.report.run_data import RunRecord, list_metrics
+from finetune.units import format_compact
 
 Points = Sequence[tuple[float, float]]  # (step, value)
 
@@ -76,24 +77,6 @@ def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
         if last - first + 1 <= most:
             return [round(index * step, 12) for index in range(first, last + 1)]
     return [low, high]
-
-
-def format_compact(value: float) -> str:
-    """A number for an axis or a tooltip.
-
-    >>> [format_compact(value) for value in (0.0, 2e-05, 1234567, 0.3333, 5202.4)]
-    ['0', '2e-5', '1.23M', '0.333', '5,202']
-    """
-    size = abs(value)
-    if value == 0:
-        return "0"
-    if size < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (limit if letter != 'k' else 1e3):.3g}{letter}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
 
 
 BOX = 1000
@@ -174,11 +157,6 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         *(_make_chart(key.replace("/", "_"), key.partition("/")[2], "a function of the recipe, over the held-out answers", _make_lines(runs, key, dots=True), zero=True) for key in list_metrics(runs)),
     ]  # fmt: skip
     return [chart for chart in found if chart is not None]
-
-
-def list_metrics(runs: Sequence[RunRecord]) -> list[str]:
-    """The keys of the recipes' own `metrics` in the lines of the runs."""
-    return list(dict.fromkeys(key for run in runs for line in run.lines for key in line if key.startswith("metrics/")))
 
 
 def _step_range(run: RunRecord) -> tuple[float, float]:

@@ -1,57 +1,50 @@
-"""The HTML of a report: the text of each section, rendered with page.html.jinja."""
+"""`finetune report`: one HTML page of a run or of several, written with their losses as a PNG, or served."""
 
+import argparse
+import hashlib
 import html
 import json
-import statistics
+import os
+import re
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
-import yaml
 from markupsafe import Markup
 
 from finetune import __version__
 from finetune.config.keys import leaves
-from finetune.config.methods import DEFAULT_METHOD
-from finetune.constants import RATIO_SHARES
 from finetune.errors import UserError
-from finetune.files.run_json import benchmark_table, describe_models, find_divergence, losses_of
+from finetune.files.durable import replace_file, restore_exports
 from finetune.plan.plan import Plan
-from finetune.plan.table import memory_rows
-from finetune.report.charts import format_compact, list_metrics, make_charts
-from finetune.report.run_data import RunRecord, read_run
-from finetune.units import count, counted, gib
+from finetune.report.charts import draw_loss_png, make_charts
+from finetune.report.run_data import (
+    REPORTED_FILES,
+    RunRecord,
+    describe_in_one_line,
+    describe_run,
+    format_value,
+    plan_run,
+    read_run,
+)
+from finetune.units import counted
 
 HERE = Path(__file__).parent
 WAITING = "for the first line of metrics; this page then shows it"
-MAX_SAMPLES = 20
-DATA_TABLES = ("findings", "sources", "eval_sources")  # have a list or table of their own
-# Counts in a data report by other names; left out where they are 0, as most are under any one method.
-COUNT_NAMES = {
-    "pairs": "pairs",
-    "desirable": "answers rated good",
-    "undesirable": "answers rated bad",
-    "held out examples": "held-out examples",
-    "held out groups pairs": "held-out pairs",
-    "held out groups desirable": "held-out answers rated good",
-    "held out groups undesirable": "held-out answers rated bad",
-}
 COLUMNS = (
     "rows_read", "rows_skipped", "examples", "pairs", "tokens", "trained_tokens", "overlong", "duplicates",
 )  # fmt: skip
 ALWAYS_DIFFERENT = ("output_dir", "run_name")
 NOT_COMPARED = ("num_processes", "distributed_type", "use_cpu")  # of the Accelerate file: ranks and device say it
-
-
-class Tile(NamedTuple):
-    """One number of the summary."""
-
-    name: str
-    value: str
-    note: str = ""
 
 
 def render_page(
@@ -63,7 +56,7 @@ def render_page(
     """
     charts = make_charts(runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans])
     columns = [name for name in COLUMNS if name != "pairs" or any(run.rows != "answers" for run in runs)]
-    sections = [_describe_run(run, plan, columns) for run, plan in zip(runs, plans, strict=True)]
+    sections = [describe_run(run, plan, columns) for run, plan in zip(runs, plans, strict=True)]
     names = list(dict.fromkeys(tile.name for section in sections for tile in section["tiles"]))
     data = {
         chart.key: [{"label": n.label, "run": n.run, "points": n.points, "steps": n.steps} for n in chart.lines]
@@ -71,7 +64,7 @@ def render_page(
     }
     page = _template().render(
         title=" · ".join(run.name for run in runs) or "Waiting",
-        subtitle=_subtitle(runs[0]) if len(runs) == 1 else counted(len(runs), "run") if runs else WAITING,
+        subtitle=describe_in_one_line(runs[0]) if len(runs) == 1 else counted(len(runs), "run") if runs else WAITING,
         live=live,
         notices=notices,
         runs=sections,
@@ -106,40 +99,6 @@ def _style() -> Markup:
     return Markup((HERE / "page.css").read_text(encoding="utf-8"))
 
 
-def _describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str]) -> dict[str, Any]:
-    """What the template shows of one run; `columns`: of the table of its sources."""
-    tiles = list(_make_tiles(run))
-    questions = [sample for sample in run.samples if sample.get("expected")]
-    asked = [sample for sample in run.samples if not sample.get("expected")]  # the recipe's sample_prompts
-    findings, facts = _describe_data(run.data_report)
-    process = plan.process_bytes if plan else 0
-    sources = [*run.data_report.get("sources", []), *run.data_report.get("eval_sources", [])]
-    return {
-        "name": run.name,
-        "tiles": tiles,
-        "by_name": {tile.name: tile for tile in tiles},
-        "subtitle": _subtitle(run),
-        "diverged": find_divergence(losses_of(run.lines)),
-        "questions": _pair_answers(questions),
-        "prompts": _pair_answers(asked),
-        "sampled": _page_completions(run.completions),
-        "ratios": _ratio_histogram(run),
-        "benchmarks": benchmark_table(run.benchmarks) if run.benchmarks else None,
-        "benchmarks_note": describe_models(run.benchmarks),
-        "findings": findings,
-        "data": facts,
-        "sources": [[Path(str(s.get("path", ""))).name, *(f"{s.get(key, 0):,}" for key in columns)] for s in sources],
-        "memory": memory_rows(plan.phases) if plan else [],
-        "memory_note": f"one rank; its process adds about {gib(process)} GiB" if process else "peak of each phase",
-        "recipe": [
-            (key, _format_value(value), _format_value(default)) for key, (value, default) in run.changed_keys().items()
-        ],
-        "whole_recipe": yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True),
-        "checkpoints": run.checkpoints,
-        "environment": list(_flatten(run.environment)),
-    }
-
-
 def list_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Where the runs differ, with each run's value: layout, ranks, device, and keys of the recipe; of lists and
     mappings only the entries that differ."""
@@ -149,170 +108,8 @@ def list_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
         spread = {key: value for key, value in run.sharding.items() if key not in NOT_COMPARED}
         found.append(dict(leaves(machine | {"accelerate": spread} | run.recipe)))
     keys = list(dict.fromkeys(key for of_run in found for key in of_run if key not in ALWAYS_DIFFERENT))
-    values = [(key, [_format_value(of_run[key]) if key in of_run else "–" for of_run in found]) for key in keys]
+    values = [(key, [format_value(of_run[key]) if key in of_run else "–" for of_run in found]) for key in keys]
     return [(key, of_runs) for key, of_runs in values if len(set(of_runs)) > 1]
-
-
-def _subtitle(run: RunRecord) -> str:
-    """The model, layout and machine in one line."""
-    model = run.recipe.get("model_name_or_path") or (run.recipe.get("model_config") or {}).get("model_type")
-    ranks = run.environment.get("ranks")
-    parts = [
-        str(model) if model else None,
-        _describe_trained(run.recipe) if model else None,
-        None if run.method == DEFAULT_METHOD else run.method,
-        run.environment.get("layout"),
-        counted(ranks, "rank") if ranks else None,
-        run.environment.get("device"),
-    ]
-    return " · ".join(str(part) for part in parts if part)
-
-
-def _describe_trained(recipe: Mapping[str, Any]) -> str:
-    if recipe.get("use_peft"):
-        return "LoRA"
-    return f"{'some' if recipe.get('trainable_modules') or recipe.get('frozen_modules') else 'all'} parameters trained"
-
-
-def _make_tiles(run: RunRecord) -> Iterator[Tile]:
-    yield Tile("Steps", f"{run.last('step') or 0:,}", f"{run.last('epoch'):.2f} epochs" if run.last("epoch") else "")
-    yield from _change_tiles(run, {"reward": "Reward", "eval_reward": "Held-out reward"}, format_compact)
-    yield from _change_tiles(run, {"loss": "Training loss", "eval_loss": "Held-out loss"}, "{:.4f}".format)
-    if run.last("rewards/accuracies") is not None:
-        held_out = "eval_" if run.last("eval_rewards/accuracies") is not None else ""
-        margin = f"reward margin {format_compact(run.last(f'{held_out}rewards/margins') or 0.0)}"
-        name = "Held-out pairs in order" if held_out else "Pairs in order"
-        yield Tile(name, f"{run.last(f'{held_out}rewards/accuracies'):.0%}", margin)
-    yield from _change_tiles(run, {"exact_match": "Answered exactly"}, "{:.0%}".format)
-    yield from _change_tiles(run, {key: key.partition("/")[2] for key in list_metrics([run])}, format_compact)
-    if run.last("tokens"):
-        trained = run.last("trained_tokens")
-        yield Tile("Tokens read", count(run.last("tokens")), f"{count(trained)} trained" if trained else "")
-    speeds = [value for _, value in run.series("tokens_per_second")]
-    if speeds:
-        mfu = [value for _, value in run.series("mfu")]
-        speed = format_compact(statistics.median(speeds))
-        yield Tile("Tokens/s", speed, f"{statistics.median(mfu):.0%} MFU" if mfu else "median")
-    idle = run.last("idle_expert_share_by_layer")
-    if isinstance(idle, list) and idle:
-        worst = f"layer {idle.index(max(idle))} of {len(idle)} mixtures"
-        busiest = f"busiest expert {run.last('largest_expert_share'):.0%}"
-        yield Tile("Idle experts", f"{max(idle):.0%}", f"{worst}; {busiest}")
-    if run.last("peak_memory_bytes"):
-        yield Tile("Peak memory", f"{gib(max(v for _, v in run.series('peak_memory_bytes')))} GiB", "first rank")
-
-
-def _change_tiles(run: RunRecord, names: Mapping[str, str], form: Callable[[float], str]) -> Iterator[Tile]:
-    """The last value of each key that the run logged, under its name, and the first one."""
-    for key, name in names.items():
-        if (last := run.last(key)) is not None:
-            yield Tile(name, form(last), f"from {form(run.first(key))}")
-
-
-def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], str]:
-    """Each prompt with its first and last answer, and a note on their steps."""
-    by_prompt: dict[str, list[dict[str, Any]]] = {}
-    for sample in samples:
-        by_prompt.setdefault(str(sample.get("prompt", "")), []).append(sample)
-    shown = []
-    for prompt, answers in list(by_prompt.items())[:MAX_SAMPLES]:
-        expected = str(answers[-1].get("expected") or "")
-        before = answers[0] if len(answers) > 1 or answers[0].get("step") == 0 else None
-        after = answers[-1] if answers[-1] is not before else None  # a run in progress may have answered once
-        shown.append(
-            {"prompt": prompt, "expected": expected, **_grade_answer("before", before), **_grade_answer("after", after)}
-        )
-    hidden = len(by_prompt) - len(shown)
-    steps = sorted({sample.get("step", 0) for sample in samples})
-    notes = [f"at steps {steps[0]} and {steps[-1]}"] if len(steps) > 1 else []
-    notes += [f"the first {len(shown)} of {len(by_prompt)}"] if hidden > 0 else []
-    return shown, "; ".join(notes)
-
-
-def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
-    """(a range of probability ratios, the % of tokens in it in the first and last tenth of the run and in all of it,
-    each as a text and as the length of a bar); empty where the method samples nothing."""
-    series = [[value for _, value in run.series(name)] for name in RATIO_SHARES]
-    count = min(map(len, series))
-    tenth = max(1, count // 10)
-    found = []
-    for name, values in zip(RATIO_SHARES, series, strict=True) if count else ():
-        means = [100 * sum(part) / len(part) for part in (values[:tenth], values[-tenth:], values)]
-        said = name.rpartition("/")[2].replace("-", " to ")
-        found.append((said, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
-    return found
-
-
-def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, str]]]]:
-    """(step, its completions) of at most MAX_SAMPLES steps, from the first to the last."""
-    by_step: dict[int, list[dict[str, Any]]] = {}
-    for line in lines:
-        by_step.setdefault(line.get("step", 0), []).append(line)
-    steps = sorted(by_step)
-    last = len(steps) - 1
-    shown = sorted({round(i * last / max(1, MAX_SAMPLES - 1)) for i in range(MAX_SAMPLES)}) if steps else []
-    return [(steps[i], [_describe_completion(line) for line in by_step[steps[i]]]) for i in shown]
-
-
-def _describe_completion(line: Mapping[str, Any]) -> dict[str, str]:
-    rewards = ((name, value) for name, value in (line.get("rewards") or {}).items())
-    said = ", ".join(f"{name} {'–' if value is None else _format_number(value)}" for name, value in rewards)
-    advantage = line.get("advantage")
-    texts = {key: str(line.get(key, "")) for key in ("prompt", "completion", "ended")}
-    return texts | {"rewards": said, "advantage": "" if advantage is None else f"{advantage:+.2f}"}
-
-
-def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
-    """An answer under `name`, and its CSS class: right, wrong, or none where no answer is expected."""
-    if sample is None:
-        return {name: "", f"{name}_class": ""}
-    text, expected = str(sample.get("answer", "")), str(sample.get("expected") or "").strip()
-    grade = "" if not expected else "right" if text.strip() == expected else "wrong"
-    return {name: text, f"{name}_class": grade}
-
-
-def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
-    """The findings of a data report, and the rest of it as names and values."""
-    findings = [
-        {
-            "severity": str(found.get("severity", "note")),
-            "text": f"in {found.get('rows', 0):,} of {counted(found.get('of', 0), 'row')} {found.get('what', '')}"
-            + (f" ({', '.join(found['where'])})" if found.get("where") else ""),
-        }
-        for found in report.get("findings", [])
-    ]
-    facts = _flatten({key: value for key, value in report.items() if key not in DATA_TABLES})
-    return findings, [
-        (COUNT_NAMES.get(name, name), value) for name, value in facts if name not in COUNT_NAMES or value != "0"
-    ]
-
-
-def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values of nested mappings; an inner name follows its outer one: `lengths median`."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flatten(inner, f"{name} {key}".strip().replace("_", " "))
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for number, item in enumerate(value, start=1):
-            yield from _flatten(item, f"{name} {number}")
-    elif value not in (None, []):
-        yield name, " ".join(map(str, value)) if isinstance(value, list) else _format_number(value)
-
-
-def _format_number(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-
-
-def _format_value(value: Any) -> str:
-    """A recipe's value as YAML, without the keys that are null."""
-    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
-        items = [value] if isinstance(value, dict) else value
-        given = [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in items]
-        plain = given[0] if isinstance(value, dict) else given
-        return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)).strip()
-    return "null" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 SECONDS = 1.0  # between two drawings, at least
@@ -346,3 +143,179 @@ class Plots:
             else:
                 self._shown.update(frame)
         self._drawn_at = time.monotonic()
+
+
+ADDRESS = "127.0.0.1"  # this machine alone: a report shows data, and asks for no password
+DEFAULT_PORT, PORTS_TRIED = 8000, 20
+# A page of another site may have its own name resolve to 127.0.0.1 and read the report as its own; its Host header
+# shows it.
+MAX_CONNECTIONS = 64  # each has a thread, also one that asks for nothing
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+
+def serve_report(folders: Sequence[Path], port: int | None) -> None:
+    """Serves the report of the runs in `folders` until Ctrl-C; prints its address.
+
+    Raises `UserError` where `port` is taken; without one, the next that is free is used.
+    """
+    page = LivePage(tuple(folders))
+    with _open_server(page, port) as server:
+        print(f"http://{ADDRESS}:{server.server_port}   Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print()
+
+
+@dataclass(slots=True)
+class LivePage:
+    """The report's HTML, rendered again when a file of a run has changed."""
+
+    folders: tuple[Path, ...]
+    _state: str = ""
+    _html: bytes = b""
+    _plans: dict[str, Plan | None] = field(default_factory=dict)  # by what they are made from: they take a while
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def current(self) -> tuple[str, bytes]:
+        """(a name for the runs' state, the page)."""
+        with self._lock:
+            state = _hash_state([path for folder in self.folders for path in _reported_files(folder)])
+            if state != self._state:
+                self._html = self._render()
+                self._state = state
+            return state, self._html
+
+    def _render(self) -> bytes:
+        runs, notices = [], []
+        for folder in self.folders:
+            try:
+                runs.append(read_run(folder))
+            except UserError as error:  # it has not logged yet, or a file is damaged
+                notices.append(str(error))
+        return render_page(runs, [self._plan(run) for run in runs], live=True, notices=notices).encode()
+
+    def _plan(self, run: RunRecord) -> Plan | None:
+        configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))[:1]
+        key = _hash_state([run.folder / "recipe.yaml", run.folder / "environment.json", *configs])
+        if key not in self._plans:
+            self._plans[key] = plan_run(run)
+        return self._plans[key]
+
+
+def _reported_files(folder: Path) -> list[Path]:
+    return [*(folder / name for name in REPORTED_FILES), *sorted(folder.glob("checkpoints/step-*/manifest.json"))]
+
+
+def _hash_state(paths: Sequence[Path]) -> str:
+    """A digest of the sizes and times of `paths`; one that is missing counts as such."""
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            stat = os.stat(path)  # noqa: PTH116  # also of a path that cannot be a file's
+            digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode(errors="replace"))
+        except OSError:
+            digest.update(f"{path}\n".encode(errors="replace"))
+    return digest.hexdigest()[:32]
+
+
+def _open_server(page: LivePage, port: int | None) -> ThreadingHTTPServer:
+    class Handler(_Handler):
+        live_page = page
+
+    ports = range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED) if port is None else [port]
+    for each in ports:
+        try:
+            return _Server((ADDRESS, each), Handler)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+        except OverflowError:
+            reason = "not from 0 to 65535"
+    raise UserError(f"--port {ports[-1]}: {reason}; choose another port")
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = os.name == "posix"
+    request_queue_size = MAX_CONNECTIONS  # of five at a time, the others would wait for seconds
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return threading.active_count() <= MAX_CONNECTIONS  # one beyond them is closed
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a page that was closed meanwhile is no error
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    live_page: LivePage
+    protocol_version = "HTTP/1.1"
+    timeout = 10  # seconds that an idle connection is kept
+
+    def do_GET(self) -> None:
+        if re.sub(r":\d+$", "", self.headers.get("Host", "")) not in HOSTS:
+            return self._answer(HTTPStatus.FORBIDDEN, b"this report is served to localhost alone\n", "text/plain")
+        if self.path.partition("?")[0] != "/":
+            return self._answer(HTTPStatus.NOT_FOUND, b"the report is at /\n", "text/plain")
+        state, html = self.live_page.current()
+        if self.headers.get("If-None-Match") == f'"{state}"':
+            return self._answer(HTTPStatus.NOT_MODIFIED, b"", "text/html; charset=utf-8", state)
+        return self._answer(HTTPStatus.OK, html, "text/html; charset=utf-8", state)
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str, state: str | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-cache")
+        if state is not None:
+            self.send_header("ETag", f'"{state}"')
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def report_command(arguments: argparse.Namespace) -> int:
+    """Writes the report of `arguments.runs`, with the loss as a PNG, and prints both paths; or serves it.
+
+    Returns the exit code.
+    """
+    for name in arguments.runs:
+        restore_exports(Path(name))
+    if arguments.serve:
+        return _serve(arguments)
+    if arguments.port is not None:
+        raise UserError("--port: goes with --serve")
+    runs = [read_run(Path(name)) for name in arguments.runs]
+    path = Path(arguments.output) if arguments.output else runs[0].folder / "report.html"
+    if path.suffix == ".png":
+        raise UserError(
+            f"{path}: the report is HTML and writes its PNG beside it; pass --output {path.with_suffix('.html')}"
+        )
+    written = [path]
+    try:
+        replace_file(path, render_page(runs, [plan_run(run) for run in runs]))
+        if find_spec("matplotlib") is not None:
+            written.append(path.with_suffix(".png") if arguments.output else path.with_name("loss.png"))
+            draw_loss_png(runs, written[-1])
+        else:
+            print('no PNG of the loss: matplotlib is not installed; pip install "finetune[plots]"', file=sys.stderr)
+    except OSError as error:
+        raise UserError(
+            f"{written[-1]}: cannot be written ({error.strerror}); name another file with --output"
+        ) from None
+    for each in written:
+        print(each)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    if arguments.output is not None:
+        raise UserError("--output: --serve writes no file; use one of the two")
+    folders = [Path(name) for name in arguments.runs]
+    for folder in folders:
+        if not folder.is_dir():  # one that has not logged yet is waited for
+            raise UserError(f"{folder}: no such folder; name a run's folder, such as runs/quickstart")
+    serve_report(folders, arguments.port)
+    return 0

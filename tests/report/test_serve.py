@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from finetune.report.cli import MAX_CONNECTIONS, LivePage, _Handler, _open_server
+from finetune.report.page import MAX_CONNECTIONS, LivePage, _Handler, _open_server
 from tests.ranks import ROOT, default_interrupt, environment, run_command
 from tests.report.browser import watch
 from tests.report.runs import STEPS, make_run
