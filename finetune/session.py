@@ -44,7 +44,6 @@ from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
 from finetune.plan.architecture import find_local_facts
-from finetune.errors import set_library_environment
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from finetune.training.lifecycle import fix_template_date, make_objectives, open_run_folder, prompt_ids, start_run

@@ -20,7 +20,7 @@ from finetune.checkpoint.manifest import Progress
 from finetune.config.layout import Sharding
 from finetune.data.batches import StepBatch
 from finetune.distributed.model_parts import unwrap
-from finetune.errors import UserError
+from finetune.errors import UserError, is_notebook
 from finetune.files.run_json import (
     DIVERGED_LINES,
     describe_missing,
@@ -34,7 +34,6 @@ from finetune.files.run_json import (
 from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
 from finetune.models.decoder_layers import CACHE_VARIABLE
 from finetune.models.routing import find_routing
-from finetune.errors import is_notebook
 from finetune.training.callbacks import Tracker, first_line
 from finetune.training.objectives.objective import Measured
 from finetune.units import counted, gib
