@@ -56,7 +56,7 @@ def make_steps() -> dict[str, Callable[[], Any]]:
     from finetune.models.cross_entropy import install_loss
     from finetune.models.decoder_layers import checkpoint_activations
     from finetune.models.load import build_on_meta
-    from finetune.optim.build import build_optimizer
+    from finetune.optim.optimizers import build_optimizer
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     recipe = read_recipe("quickstart", {})

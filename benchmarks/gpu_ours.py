@@ -84,7 +84,7 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, Any]:
     from finetune.config.reader import read_recipe
     from finetune.distributed.join import join
     from finetune.models import load
-    from finetune.optim.build import build_optimizer
+    from finetune.optim.optimizers import build_optimizer
 
     config_file, recipe_file = workspace / "accelerate.yaml", workspace / "recipe.yaml"
     layout = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}

@@ -38,7 +38,7 @@ from finetune.distributed.join import join, leave
 from finetune.distributed.world import EXPERT, TENSOR, World
 from finetune.errors import exit_code
 from finetune.models.load import load_model
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from finetune.training.step import accumulate_gradients
 
 MODEL = {

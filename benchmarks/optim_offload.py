@@ -32,8 +32,8 @@ from finetune.config.schema import Optimization  # noqa: E402
 from finetune.distributed.join import join, leave  # noqa: E402
 from finetune.distributed.parallelize import parallelize  # noqa: E402
 from finetune.distributed.world import World  # noqa: E402
-from finetune.optim.build import build_optimizer  # noqa: E402
 from finetune.optim.offload import OffloadedOptimizer  # noqa: E402
+from finetune.optim.optimizers import build_optimizer  # noqa: E402
 from finetune.plan.table import align_columns  # noqa: E402
 from finetune.units import MIB  # noqa: E402
 

@@ -59,7 +59,7 @@ def measure(base: str, folder: Path) -> Measured:
     from finetune.config.layout import Sharding
     from finetune.distributed.join import join
     from finetune.models.load import load_model
-    from finetune.optim.build import build_optimizer
+    from finetune.optim.optimizers import build_optimizer
 
     sharding = Sharding(layout="fsdp2", use_cpu=True, mixed_precision="bf16", activation_checkpointing=True)
     world, lora, begun = join(sharding), Lora(use_peft=True), time.perf_counter()

@@ -34,7 +34,7 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
     from finetune.models.attention import install_attention
     from finetune.models.cross_entropy import install_loss
     from finetune.models.decoder_layers import compile_layers
-    from finetune.optim.build import build_optimizer
+    from finetune.optim.optimizers import build_optimizer
 
     def make(
         attention: str = "auto", loss: str = "ours", optim: str = "adamw_torch_fused", compile_: bool = False

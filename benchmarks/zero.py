@@ -129,7 +129,7 @@ def train_here(
 
     from finetune.distributed.gradients import clip_gradients
     from finetune.models.load import load_model
-    from finetune.optim.build import build_optimizer
+    from finetune.optim.optimizers import build_optimizer
     from finetune.training.step import accumulate_gradients
 
     begin()

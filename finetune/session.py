@@ -42,7 +42,7 @@ from finetune.export.logits import check_streamed_logits
 from finetune.models.load import ModelSize, load_model, trains_tower
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.probe import check_training_forward
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from finetune.plan.architecture import find_local_facts
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, answer

@@ -29,8 +29,8 @@ def import_all() -> None:
     import finetune.distributed.world
     import finetune.export.export
     import finetune.models.load
-    import finetune.optim.build
     import finetune.optim.offload
+    import finetune.optim.optimizers
     import finetune.run
     import finetune.session
     import finetune.training.lifecycle

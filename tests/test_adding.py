@@ -14,7 +14,7 @@ ADDED = {
             "OPTIMIZERS: Mapping[str, OptimizerFacts] = {\n",
             '    "plain_sgd": OptimizerFacts(count_state=lambda shape, itemsize: 0, update_copies=1, reads_betas=False),\n',
         ),
-        "optim/build.py": (
+        "optim/optimizers.py": (
             "CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimizer]] = {\n",
             '    "plain_sgd": lambda groups, keys: torch.optim.SGD(groups, lr=keys.learning_rate),\n',
         ),

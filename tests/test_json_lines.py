@@ -15,7 +15,7 @@ from finetune.convert.conversion import convert_file
 from finetune.errors import UserError
 from finetune.export.card import read_metrics
 from finetune.export.merge_choice import ROWS_FILE, read_comparison_rows
-from finetune.files.run_json import append_json_lines, read_json_lines
+from finetune.files.json_files import append_json_lines, read_json_lines
 from finetune.files.tensors import read_weight_map
 from finetune.plan.architecture import find_config
 from finetune.report.run_data import read_run

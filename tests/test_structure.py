@@ -80,7 +80,7 @@ OTHER_TOOLS = ("config/other_tools.py", *(f"convert/{path.name}" for path in PAC
 
 # What is a row of a table -> its names, and the only files that name one.
 TABLES = {
-    "optimizers": (OPTIMIZERS, ("config/optimization.py", "optim/build.py")),
+    "optimizers": (OPTIMIZERS, ("config/optimization.py", "optim/optimizers.py")),
     "schedules": ([name for name in SCHEDULES if "_" in name], ("config/schedules.py", *OTHER_TOOLS)),
     # Published models by their names are convert's, chat templates data's.
     "families": (

@@ -29,8 +29,8 @@ from finetune.constants import EXPORT_SPARE_BYTES, count_steps
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.durable import restore_exports
+from finetune.files.json_files import read_json_object
 from finetune.files.network import find_local_folder
-from finetune.files.run_json import read_json_object
 from finetune.files.tensors import choose_dtype
 from finetune.units import counted, disk_size
 

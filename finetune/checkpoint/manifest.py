@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
 from finetune.files import durable
-from finetune.files.run_json import parse_json, read_bounded
+from finetune.files.json_files import parse_json, read_bounded
 
 if TYPE_CHECKING:  # imports torch
     from finetune.data.batches import StepBatch

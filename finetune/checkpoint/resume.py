@@ -47,8 +47,8 @@ from finetune.data.sources import hash_file
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files import durable
+from finetune.files.json_files import load_json, read_json_object
 from finetune.files.network import find_local_folder
-from finetune.files.run_json import load_json, read_json_object
 from finetune.files.tensors import read_folder
 from finetune.models.load import weights_folder
 

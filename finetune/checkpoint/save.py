@@ -37,8 +37,8 @@ from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files import durable
+from finetune.files.json_files import load_json
 from finetune.files.network import find_local_folder
-from finetune.files.run_json import load_json
 
 GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # whose ids generation_config.json has
 

@@ -26,7 +26,7 @@ from finetune.config.reader import find_file, shipped_folder
 from finetune.config.schema import recipe_keys
 from finetune.config.yaml_file import read_entries
 from finetune.errors import UserError
-from finetune.files.run_json import parse_json, read_bounded
+from finetune.files.json_files import parse_json, read_bounded
 
 # Sections of other libraries. Accelerate writes them empty too; only a section with content asks for something.
 OTHER_SECTIONS = {

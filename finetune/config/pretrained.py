@@ -13,8 +13,8 @@ from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_val
 from finetune.config.schema import Model, Recipe
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE
 from finetune.errors import UserError
+from finetune.files.json_files import read_json_object, read_tensor_header
 from finetune.files.network import download_file, download_folder
-from finetune.files.run_json import read_json_object, read_tensor_header
 
 
 def refuse_other_path(path: Path) -> None:

@@ -30,7 +30,7 @@ from finetune.config.user_code import locate
 from finetune.config.yaml_file import COMMAND_LINE, UNREADABLE, Entry, read_entries, read_value
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
-from finetune.files.run_json import parse_json
+from finetune.files.json_files import parse_json
 
 
 def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> list[str]:

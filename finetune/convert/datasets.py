@@ -25,7 +25,7 @@ from finetune.convert.rules import Conversion, read_section, shorten
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError
-from finetune.files.run_json import load_json
+from finetune.files.json_files import load_json
 
 PAIRED_COLUMNS = {"prompt": "prompt_column", "chosen": "chosen_column", "rejected": "rejected_column"}
 TORCHTUNE_PAIRS = {

@@ -11,7 +11,7 @@ from finetune.config.other_tools import ADAPTED_HEAD, Counterpart, Tool
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
 from finetune.convert.rules import Conversion, convert_names, read_section, shorten
-from finetune.files.run_json import read_json_object
+from finetune.files.json_files import read_json_object
 
 Found = tuple[str, str, bool]  # what was found in a file, the capability that it asks for, whether the file trains
 

@@ -22,7 +22,7 @@ from finetune.config.schema import recipe_keys
 from finetune.convert.model_names import guess_family
 from finetune.convert.rules import Conversion, read_section
 from finetune.errors import UserError
-from finetune.files.run_json import read_json_object
+from finetune.files.json_files import read_json_object
 
 SIZES = {
     "hidden_size": 4096,

@@ -20,8 +20,8 @@ from finetune.data.images import ImageProcessor, split_parts
 from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool
 from finetune.data.template_sandbox import compile_template
 from finetune.errors import UserError
+from finetune.files.json_files import read_json_object
 from finetune.files.network import go_offline_without_network, hub_error
-from finetune.files.run_json import read_json_object
 
 FOLDER = Path(__file__).parent / "templates"
 # A template's text is part of a checkpoint's fingerprints: a changed file is another template to a run.

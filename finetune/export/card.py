@@ -22,16 +22,8 @@ from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
 from finetune.files.durable import sync_folder, write_file
-from finetune.files.run_json import (
-    BenchmarkResult,
-    benchmark_table,
-    describe_missing,
-    find_divergence,
-    load_json,
-    losses_of,
-    read_json_lines,
-    read_json_object,
-)
+from finetune.files.json_files import load_json, read_json_lines, read_json_object
+from finetune.files.run_files import BenchmarkResult, benchmark_table, describe_missing, find_divergence, losses_of
 
 CARD_FILE = "README.md"
 RECIPE_KEYS = (

@@ -18,7 +18,7 @@ from finetune.config.schema import ExportFormat
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
 from finetune.errors import UserError
 from finetune.files import durable
-from finetune.files.run_json import read_json_object
+from finetune.files.json_files import read_json_object
 from finetune.units import disk_size, read_size
 
 DTYPES = ("float32", "bfloat16", "float16")

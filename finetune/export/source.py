@@ -26,8 +26,8 @@ from finetune.config.schema import Quantization
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
 from finetune.errors import UserError, progress_bar
 from finetune.export import torch_files
+from finetune.files.json_files import load_json
 from finetune.files.network import download_file, download_folder, find_local_folder
-from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_folder
 from finetune.models.quantized_weights import StoredQuantized, dequantize_published, split_quantized
 

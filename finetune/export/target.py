@@ -18,7 +18,7 @@ from finetune.config.quantization import read_published_form
 from finetune.constants import CONFIG_FILE
 from finetune.distributed.model_parts import text_names
 from finetune.errors import UserError
-from finetune.files.run_json import load_json
+from finetune.files.json_files import load_json
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.load import build_on_meta
 from finetune.models.weights import Box, are_equal, boxes_of_files, convert_to_parameters, find_mismatches

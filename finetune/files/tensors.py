@@ -23,7 +23,7 @@ import torch
 
 from finetune.constants import CONFIG_FILE, ITEMSIZE
 from finetune.errors import UserError
-from finetune.files.run_json import load_json, parse_object, read_tensor_header
+from finetune.files.json_files import load_json, parse_object, read_tensor_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

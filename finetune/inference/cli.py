@@ -16,12 +16,12 @@ from finetune.data.formats import Conversation
 from finetune.data.messages import IMAGE, OWN_VARIABLES
 from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
-from finetune.files.run_json import (
+from finetune.files.json_files import parse_json
+from finetune.files.run_files import (
     BENCHMARKS,
     BenchmarkResult,
     benchmark_table,
     merge_results,
-    parse_json,
     read_benchmarks,
     write_benchmarks,
 )

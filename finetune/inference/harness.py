@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from finetune.errors import UserError
-from finetune.files.run_json import BenchmarkResult
+from finetune.files.run_files import BenchmarkResult
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_model
 from finetune.inference.inputs import ModelReference
 from finetune.models.document_layers import depends_on_length

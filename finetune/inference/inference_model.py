@@ -26,8 +26,8 @@ from finetune.export.publish import ExportOptions
 from finetune.export.source import Source, find_base, open_source
 from finetune.export.target import Value, cast_rows, describe_target, row_blocks
 from finetune.export.write import plan_weights
+from finetune.files.json_files import load_json
 from finetune.files.network import hub_error
-from finetune.files.run_json import load_json
 from finetune.files.tensors import read_folder, read_header
 from finetune.inference.inputs import ModelReference, trained_formats, trained_quantization
 from finetune.models.cpu_products import multiply_in_fp32

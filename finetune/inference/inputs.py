@@ -18,8 +18,8 @@ from finetune.data.messages import IMAGE, BadRow, Message, list_columns, role_of
 from finetune.data.sources import read_file
 from finetune.errors import UserError
 from finetune.files.durable import restore_exports, restore_folder
+from finetune.files.json_files import read_json_object
 from finetune.files.network import download_file
-from finetune.files.run_json import read_json_object
 
 Kind = Literal["model", "adapter", "checkpoint"]
 KINDS: dict[str, Kind] = {ADAPTER_CONFIG: "adapter", CONFIG_FILE: "model"}

@@ -28,7 +28,7 @@ from finetune.config.schema import Quantization
 from finetune.constants import CONFIG_FILE, FP32
 from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
-from finetune.files.run_json import load_json
+from finetune.files.json_files import load_json
 from finetune.files.tensors import ComputedPart, ReadSlice, Slices, StoredTensor, read, read_slice
 
 NUMBERS_AT_ONCE = (

@@ -11,7 +11,7 @@ from finetune.config.families import PLANNED, Family, MixtureKeys, find_family
 from finetune.config.pretrained import find_config_file
 from finetune.config.schema import Model
 from finetune.errors import UserError
-from finetune.files.run_json import load_json
+from finetune.files.json_files import load_json
 from finetune.plan.towers import WHOLE, list_parts, split_config
 
 

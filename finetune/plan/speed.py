@@ -15,7 +15,7 @@ from finetune.config.layout import divides_heads
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data
 from finetune.constants import FP32, ITEMSIZE
-from finetune.files.run_json import parse_json
+from finetune.files.json_files import parse_json
 from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
 from finetune.plan.run_spec import RunSpec, count_multiplied
 from finetune.plan.state import StateTensor, split_into_units

@@ -17,18 +17,8 @@ from finetune.config.schema import recipe_keys
 from finetune.config.yaml_file import read_yaml
 from finetune.constants import RATIO_SHARES
 from finetune.errors import UserError
-from finetune.files.run_json import (
-    BENCHMARKS,
-    BenchmarkResult,
-    benchmark_table,
-    describe_models,
-    find_divergence,
-    load_json,
-    losses_of,
-    read_benchmarks,
-    read_json_lines,
-    read_json_object,
-)
+from finetune.files.json_files import load_json, read_json_lines, read_json_object
+from finetune.files.run_files import BENCHMARKS, BenchmarkResult, read_benchmarks
 from finetune.plan.plan import Plan, make_plan
 from finetune.plan.table import memory_rows
 from finetune.units import count, counted, disk_size, format_compact, gib

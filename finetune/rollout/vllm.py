@@ -28,8 +28,8 @@ from finetune.export.export import export_source
 from finetune.export.publish import ExportOptions
 from finetune.export.source import open_source
 from finetune.files.durable import empty_folder, make_folder, write_file
+from finetune.files.json_files import append_json_lines, read_json_lines
 from finetune.files.network import send
-from finetune.files.run_json import append_json_lines, read_json_lines
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
 FOLDER, WEIGHTS = "rollouts", "weights"  # of a run: what the server reads, and what it has answered

@@ -15,7 +15,7 @@ from finetune.checkpoint.manifest import Progress
 from finetune.config.schema import Recipe
 from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError
-from finetune.files.run_json import MAX_DIGITS, parse_json
+from finetune.files.json_files import MAX_DIGITS, parse_json
 
 if TYPE_CHECKING:  # what prepares and saves draws half of the package in; a step needs none of it
     pass
@@ -26,7 +26,7 @@ from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 
 from finetune.config.compatibility import TRACKERS
-from finetune.files.run_json import read_json_object
+from finetune.files.json_files import read_json_object
 
 EVENTS = ("on_start", "on_step", "on_log", "on_evaluate", "on_save", "on_end")
 

@@ -35,7 +35,8 @@ from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.export.merge_choice import write_comparison_rows
 from finetune.files.durable import replace_file, restore_exports, restore_folder
-from finetune.files.run_json import append_json_lines, drop_later_lines, read_json_lines, read_json_object
+from finetune.files.json_files import append_json_lines, read_json_lines, read_json_object
+from finetune.files.run_files import drop_later_lines
 from finetune.flops import flop_per_token_of
 from finetune.models.load import ModelSize, Teacher, load_teacher
 from finetune.models.probe import check_training_forward

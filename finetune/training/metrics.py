@@ -20,14 +20,15 @@ from finetune.checkpoint.manifest import Progress
 from finetune.config.layout import Sharding
 from finetune.data.batches import StepBatch
 from finetune.distributed.model_parts import unwrap
-from finetune.errors import UserError, is_notebook
-from finetune.files.run_json import (
+from finetune.errors import UserError
+from finetune.files.json_files import read_json_lines
+from finetune.files.run_files import (
+from finetune.errors import is_notebook
     DIVERGED_LINES,
     describe_missing,
     drop_later_lines,
     find_divergence,
     losses_of,
-    read_json_lines,
     readable_lines,
     remove_doubled,
 )

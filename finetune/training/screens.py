@@ -26,7 +26,8 @@ from finetune.distributed.model_parts import decoder_layers, unwrap
 from finetune.distributed.parallelize import count_wrapped_units
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
-from finetune.files.run_json import find_divergence, losses_of, read_json_lines, read_json_object
+from finetune.files.json_files import read_json_lines, read_json_object
+from finetune.files.run_files import find_divergence, losses_of
 from finetune.models.cpu_products import describe_products
 from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher

@@ -16,7 +16,7 @@ from finetune.distributed.world import World
 from finetune.models.embedding import NoisyDocuments
 from finetune.models.fake_quantize import round_from_step
 from finetune.models.routing import auxiliary_loss_of_step, find_routing
-from finetune.optim.update_rules import seed_from
+from finetune.optim.optimizers import seed_from
 from finetune.training.objectives.objective import SFT, Measured, Objective
 from finetune.training.update import (
     DeviceGuard,

@@ -28,7 +28,7 @@ from finetune.distributed.gradients import (
 from finetune.distributed.model_parts import local_part
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.optim.update_rules import seed_rounding
+from finetune.optim.optimizers import seed_rounding
 from finetune.training.objectives.objective import Measured
 
 SHOWN_IDS = 16  # ids of examples named for each rank

@@ -18,7 +18,7 @@ from finetune.checkpoint.manifest import read_state
 from finetune.checkpoint.resume import find_checkpoint
 from finetune.errors import UserError
 from finetune.files.durable import ADAPTER, EXPORT, restore_exports
-from finetune.files.run_json import drop_later_lines
+from finetune.files.run_files import drop_later_lines
 
 CLOCKS = {"tokens_per_second", "mfu", "mfu_of_whole_rows", "peak_memory_bytes", "data_wait_seconds"}
 METRICS, SAMPLES, FINISHED = "metrics.jsonl", "samples.jsonl", "finished.json"

@@ -28,7 +28,7 @@ from finetune.distributed.world import World
 from finetune.models import load, quantized_weights
 from finetune.models import loss_chunks as head_chunks
 from finetune.models.load import build_on_meta, load_model
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from finetune.training.step import train_step
 from finetune.training.update import UpdateInBackward, make_guard
 from tests.cuda_without_gpu.fake_cases import CASES, LENGTHS, Case, config_of, make_micro_batch

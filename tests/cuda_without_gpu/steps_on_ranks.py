@@ -27,7 +27,7 @@ from finetune.models import attention_kernels as document_attention
 from finetune.models import load
 from finetune.models.decoder_layers import compile_layers
 from finetune.models.routing import find_routing
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from finetune.training.evaluate import answer, measure_held_out
 from finetune.training.objectives.objective import SFT
 from finetune.training.step import train_step

@@ -21,7 +21,7 @@ from finetune.config.reader import read_recipe
 from finetune.distributed.join import join, leave
 from finetune.distributed.world import World
 from finetune.models.load import load_model
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from tests.ranks import open_stores
 
 LEARNING_RATE = 1e-2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from finetune.errors import UserError
-from finetune.files.run_json import RepeatedName, _make_unique
+from finetune.files.json_files import RepeatedName, _make_unique
 from finetune.files.tensors import DTYPES, read, read_folder, read_slice
 
 ROWS = torch.arange(24, dtype=torch.float32).reshape(6, 4)

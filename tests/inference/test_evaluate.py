@@ -13,7 +13,7 @@ import yaml
 from finetune.cli import main
 from finetune.errors import UserError
 from finetune.export.card import add_evaluation
-from finetune.files.run_json import BenchmarkResult, benchmark_table, merge_results, read_benchmarks, write_benchmarks
+from finetune.files.run_files import BenchmarkResult, benchmark_table, merge_results, read_benchmarks, write_benchmarks
 from finetune.inference.cli import keep_results
 from finetune.inference.inputs import ModelReference, find_model
 from tests.ranks import ROOT, environment

@@ -32,7 +32,7 @@ from finetune.errors import UserError
 from finetune.files.tensors import read, read_folder
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from finetune.training.step import accumulate_gradients
 from tests.models.families import documents, packed, padded, plain_loss
 

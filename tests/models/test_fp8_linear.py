@@ -14,7 +14,7 @@ from finetune.config.schema import Lora, Model, Optimization, Quantization
 from finetune.distributed.join import join, leave
 from finetune.errors import UserError
 from finetune.models.load import build_on_meta, load_model
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from finetune.plan.plan import make_plan
 from tests.conftest import make_model
 from tests.plan.run_specs import recipe

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from finetune.config.schema import Optimization
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 
 CONFIGS: dict[str, Any] = {
     "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=8, tie_word_embeddings=False),

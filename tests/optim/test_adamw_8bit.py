@@ -10,7 +10,7 @@ import torch
 from finetune.checkpoint.shards import allocate_on_host, dequantize, is_quantized
 from finetune.config.schema import Optimization
 from finetune.files.tensors import read, read_folder
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from tests.training.layouts import steps_of, train_all, write_config
 
 # Betas that fp32 holds exactly: torchao corrects for the start in fp32, where 1 - 0.999 is right to 3e-5 only.

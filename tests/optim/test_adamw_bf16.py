@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from finetune.optim import update_rules as adamw
-from finetune.optim.update_rules import AdamWBf16Moments, round_stochastically
+from finetune.optim import optimizers as adamw
+from finetune.optim.optimizers import AdamWBf16Moments, round_stochastically
 
 
 def quadratic(optimizer_class: type[torch.optim.Optimizer], steps: int = 300) -> list[float]:

@@ -17,7 +17,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Optimization, Recipe
 from finetune.errors import UserError
-from finetune.optim.build import CONSTRUCTORS, build_optimizer, make_parameter_groups
+from finetune.optim.optimizers import CONSTRUCTORS, build_optimizer, make_parameter_groups
 from tests.models.families import build
 from tests.ranks import launch_ranks
 

@@ -22,8 +22,8 @@ from finetune.distributed.join import join, leave
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.models.load import load_model
-from finetune.optim.build import build_optimizer
 from finetune.optim.offload import OffloadedOptimizer
+from finetune.optim.optimizers import build_optimizer
 from tests.ranks import free_port, open_stores
 
 

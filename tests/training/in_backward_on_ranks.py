@@ -25,7 +25,7 @@ from finetune.distributed.model_parts import local_part
 from finetune.distributed.world import World
 from finetune.models import cpu_products
 from finetune.models.load import load_model
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from finetune.plan.plan import make_plan
 from finetune.training.objectives.objective import SFT
 from finetune.training.step import train_step

@@ -16,7 +16,7 @@ from finetune.data.batches import StepBatch
 from finetune.data.prepare import batch_rows
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.world import alone
-from finetune.files.run_json import read_json_lines
+from finetune.files.json_files import read_json_lines
 from finetune.run import fine_tune
 from finetune.training.callbacks import Hooks
 from tests.ranks import ROOT

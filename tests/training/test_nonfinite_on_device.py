@@ -13,7 +13,7 @@ from finetune.config.schema import Optimization
 from finetune.data.batches import StepBatch, make_filler
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.optim.update_rules import AdamWBf16Moments
+from finetune.optim.optimizers import AdamWBf16Moments
 from finetune.training.update import DeviceGuard, HostGuard, StepCheck, make_guard
 
 

@@ -17,7 +17,7 @@ from finetune.config.reader import read_recipe
 from finetune.distributed.join import join, leave
 from finetune.export.export import export
 from finetune.models.load import load_model
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_command
 from tests.training.layouts import steps_of, train_all, write_config

@@ -14,7 +14,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import Optimization, Recipe
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizers import build_optimizer
 from finetune.training.update import StepCheck, UpdateInBackward, handle_nonfinite
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from finetune.cli import main
 from finetune.errors import UserError
 from finetune.export.export import export
-from finetune.files.run_json import read_benchmarks
+from finetune.files.run_files import read_benchmarks
 from tests.conftest import make_chat
 from tests.inference.test_evaluate import PROMPTS, make_task
 from tests.training import reference

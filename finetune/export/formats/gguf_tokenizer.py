@@ -11,7 +11,7 @@ import gguf
 
 from finetune.constants import GENERATION_FILE
 from finetune.errors import UserError
-from finetune.files.run_json import read_json_object
+from finetune.files.json_files import read_json_object
 
 SPACE = "\u2581"  # SentencePiece writes it for a space
 END = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

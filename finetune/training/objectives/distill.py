@@ -32,7 +32,7 @@ from finetune.distributed.parallelize import reshard
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files.durable import checksum, empty_folder, write_file
-from finetune.files.run_json import read_json_object
+from finetune.files.json_files import read_json_object
 from finetune.files.tensors import read_folder
 from finetune.models.cross_entropy import HeadFunction
 from finetune.models.load import Teacher

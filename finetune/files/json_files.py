@@ -1,0 +1,157 @@
+"""JSON that comes from outside, read within bounds: files, lines, headers of safetensors files. Imports no torch."""
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+
+LIMIT_BYTES = 100_000_000  # of a file; the reference implementation of safetensors allows a header as many
+MAX_DEPTH = 100
+MAX_DIGITS = 20  # of an integer; 2^64 has as many
+LONG_NUMBER = re.compile(f"[0-9]{{{MAX_DIGITS + 1}}}")
+DAMAGED = "the file is damaged, copy or download it again"
+
+
+def read_bounded(path: Path) -> bytes:
+    """The bytes of a plain file. Raises `OSError` for others, such as a pipe, and for a larger one."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > LIMIT_BYTES:
+            raise OSError(errno.EFBIG, f"more than {LIMIT_BYTES:,} bytes")
+        return file.read(LIMIT_BYTES)
+
+
+def open_plain(path: Path) -> FileIO:
+    """A plain file, opened for reading. Raises `OSError`."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a plain file")
+    return FileIO(path)
+
+
+def load_json(path: Path, advice: str = DAMAGED) -> dict[str, Any]:
+    """The object in a JSON file. Raises `UserError`, with `advice`, where there is none that can be read."""
+    try:
+        return parse_object(path, read_bounded(path), advice=advice)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED) -> dict[str, Any]:
+    """The JSON object in `text`, which is (`part` of) the file `path`. Raises `UserError`, for repeated names too."""
+    try:
+        value = parse_json(text, is_strict=True)
+    except RepeatedName as error:
+        raise UserError(f"{path}: {error}: {part}named twice; the file is damaged") from None
+    except ValueError:
+        raise UserError(f"{path}: {part}not JSON; {advice}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: {part}a JSON object is expected; {advice}")
+    return value
+
+
+def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """(the header of a safetensors file, where its values begin, the file's size), in bytes. Raises `UserError`."""
+    try:
+        file = open_plain(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise UserError(
+                f"{path}: truncated: {size:,} bytes, where the header alone claims {length:,}; copy or "
+                "download it again"
+            )
+        if length > LIMIT_BYTES:
+            raise UserError(f"{path}: its header claims {length:,} bytes; this is no safetensors file")
+        return parse_object(path, file.read(length), "header: "), 8 + length, size
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
+    """The object on each line; None for a line that holds none. Empty where there is no such file.
+
+    A last line without its end is dropped where it is cut: a run was killed, or is writing it.
+    """
+    if not path.is_file():
+        return []
+    *lines, tail = path.read_bytes().split(b"\n")
+    found = [_parse(line) for line in lines]
+    last = _parse(tail)
+    return found if last is None else [*found, last]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no such file, or none in it."""
+    try:
+        return _parse(read_bounded(path)) or {}
+    except OSError:
+        return {}
+
+
+def append_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Adds a line for each object, in place of the cut line that a killed run may have left at the end."""
+    with path.open("ab+") as file:
+        _drop_cut_line(file)
+        for line in lines:
+            # a lone surrogate becomes its JSON escape
+            file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+
+
+def _drop_cut_line(file: Any) -> None:
+    end = file.seek(0, os.SEEK_END)
+    while end and file.seek(end - 1) >= 0 and file.read(1) != b"\n":
+        end -= 1
+    file.truncate(end)
+
+
+class RepeatedName(ValueError):
+    """Two values in one JSON object have the same name, which is the error's text."""
+
+
+def parse_json(text: bytes | str, *, is_strict: bool = False) -> Any:
+    """The value of a JSON text that comes from outside; an integer of more than MAX_DIGITS digits is a float.
+
+    Raises `ValueError` where it is not JSON, or nested deeper than MAX_DEPTH; `RepeatedName` if `is_strict`.
+    """
+    text = text.decode("utf-8") if isinstance(text, bytes) else text
+    read_integer = _read_integer if LONG_NUMBER.search(text) else None  # json's own is faster
+    try:
+        value = json.loads(text, parse_int=read_integer, object_pairs_hook=_make_unique if is_strict else None)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    level, depth = [value] if isinstance(value, list | dict) else [], 0
+    while level and text.count("[") + text.count("{") > MAX_DEPTH:
+        inside = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for values in inside for inner in values if isinstance(inner, list | dict)]
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deep")
+    return value
+
+
+def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise RepeatedName(name)
+        entries[name] = value
+    return entries
+
+
+def _read_integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
