@@ -31,6 +31,7 @@ LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradien
 OFFLOAD_ALIGNMENT = 4096
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch keeps what it compiles
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # the numbers of a run may depend on them
 
 EXPORT, ADAPTER = "export", "adapter"  # in a run's folder

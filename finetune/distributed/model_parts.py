@@ -126,3 +126,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(local, "_tensor", local)
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold all experts of a layer in one parameter each."""
+    return [module for module in model.modules() if is_experts(module)]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers computes `module` by one of its experts implementations, which its decorator marks."""
+    return hasattr(type(module), "_apply_gate")

@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.config.facts import EXPERT_COUNTS
 from finetune.config.pretrained import text_config_of
-from finetune.distributed.model_parts import has_other_parts, text_modules, trunk_of
+from finetune.distributed.model_parts import has_other_parts, is_experts, text_modules, trunk_of
 from finetune.errors import UserError
 from finetune.export.target import prefetch, row_blocks
-from finetune.models.experts import is_experts
 from finetune.models.load import build_on_meta
 
 ROWS, TOKENS = 2, 16

@@ -13,9 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from finetune.distributed.model_parts import decoder_layers, text_modules
+from finetune.constants import CACHE_VARIABLE
+from finetune.distributed.model_parts import decoder_layers, expert_modules, text_modules
 from finetune.files.network import find_cache
-from finetune.models.experts import expert_modules
 from finetune.models.loss_chunks import compute_fused_chunk
 
 if TYPE_CHECKING:
@@ -295,9 +295,6 @@ def use_liger_kernels(model: Any) -> None:
 RECOMPILE_LIMIT = 64
 
 
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-
-
 def configure_compiler() -> None:
     """Sets torch's compiler up for packed rows, which differ in length. Call it before `torch.compile`."""
     _keep_compiled()
@@ -306,7 +303,7 @@ def configure_compiler() -> None:
     torch.fx.experimental._config.use_duck_shape = False
     # Epsilons and scales as constants at once: as symbols they become constants after a whole compile.
     torch._dynamo.config.specialize_float = True
-    # A checkpointed layer leaves what its router chose (models/experts.py); when it is recomputed, it need not.
+    # A checkpointed layer leaves what its router chose (models/routing.py); when it is recomputed, it need not.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 

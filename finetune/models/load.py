@@ -39,8 +39,14 @@ from finetune.models.decoder_layers import (
     use_liger_kernels,
 )
 from finetune.models.embedding import install_embedding_noise, refuse_frozen_tokens, train_new_tokens
-from finetune.models.expert_parallel import divide_experts
-from finetune.models.experts import count_active, install_experts, keep_factors, set_experts_implementation
+from finetune.models.experts import (
+    count_active,
+    divide_experts,
+    install_experts,
+    keep_factors,
+    quantize_experts,
+    set_experts_implementation,
+)
 from finetune.models.fake_quantize import fake_quantize
 from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, find_top, head_divergence
 from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameters, read_adapter, with_adapters
@@ -108,7 +114,7 @@ def load_model(
         )
     if quantization.bits is not None:
         assert lora.use_peft, "a quantized base is frozen: the recipe reader requires adapters"
-        unfilled = quantize_layers(built, quantization, frozen, stored)
+        unfilled = _quantize(built, quantization, frozen, stored)
     if world.sharding.fp8 is not None:
         from finetune.models.fp8 import multiply_in_fp8  # imports torchao
 
@@ -323,6 +329,14 @@ class Teacher:
         return found
 
 
+def _quantize(
+    model: nn.Module, quantization: Quantization, dtype: torch.dtype, stored: Mapping[str, StoredQuantized]
+) -> frozenset[str]:
+    """Quantizes what is frozen of `model` on meta: layers that are stored so, else all, experts too."""
+    of_experts = frozenset[str]() if stored else quantize_experts(model, quantization, dtype)
+    return of_experts | quantize_layers(model, quantization, dtype, stored)
+
+
 def load_teacher(recipe: Recipe, world: World) -> Teacher:
     """Builds the recipe's teacher on meta, shards it over the ranks, and reads every rank's own slices.
 
@@ -340,7 +354,7 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     install_loss(model)
     install_experts(model, world, dtype, keys.torch_compile)
     size = count_parameters(model)
-    unfilled = quantize_layers(model, quantization, dtype, stored) if quantization.bits else frozenset[str]()
+    unfilled = _quantize(model, quantization, dtype, stored) if quantization.bits else frozenset[str]()
     # The Accelerate file names the student's layers; a teacher of another family has its own.
     own = replace(world, sharding=replace(world.sharding, wrap_classes=()))
     parallelize(model, values, own, unfilled)

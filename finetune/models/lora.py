@@ -34,10 +34,18 @@ from finetune.config.module_names import (
 )
 from finetune.config.schema import Lora
 from finetune.constants import ADAPTER_NAME
-from finetune.distributed.model_parts import Slices, Values, has_other_parts, text_modules, text_names, trunk_of
+from finetune.distributed.model_parts import (
+    Slices,
+    Values,
+    expert_modules,
+    has_other_parts,
+    is_experts,
+    text_modules,
+    text_names,
+    trunk_of,
+)
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder, read_slice
-from finetune.models.experts import expert_modules, is_experts
 from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
 from finetune.units import counted
 

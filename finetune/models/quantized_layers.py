@@ -5,7 +5,7 @@ gathers such parameters without converting them. It shards them anywhere, throug
 no rank computes with its own part: a layer's unit is gathered whole, and dequantized as it would be on one rank.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from finetune.config.module_names import base_name, is_adapter
 from finetune.config.quantization import (
@@ -26,10 +25,9 @@ from finetune.config.quantization import (
     quantized_bytes,
 )
 from finetune.config.schema import Quantization
-from finetune.distributed.model_parts import Values, find_local_slices, local_part, text_modules
+from finetune.distributed.model_parts import Values, find_local_slices, is_experts, text_modules
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.models.experts import compute_experts, find_factors, is_experts, take_over_adapters
 from finetune.models.quantized_weights import (
     QuantizedTensor,
     StoredQuantized,
@@ -241,84 +239,23 @@ class _DequantizedTwice(torch.autograd.Function):
         return gradient @ _dequantize(codes, scales, *ctx.form, gradient.dtype), None, None, of_bias, None
 
 
-def quantize_experts(
-    model: nn.Module,
-    experts: nn.Module,
-    quantization: Quantization,
-    dtype: torch.dtype,
-    checkpointed: Container[nn.Module],
-) -> list[str]:
-    """Puts quantized weights, in `dtype`, into `experts`, a layer of `model` on meta; returns their parameters' names.
-
-    `checkpointed`: the modules whose activations are recomputed anyway.
-    """
-    names = []
-    for name, parameter in weights_of(experts).items():
-        if parameter.requires_grad:  # modules_to_save
-            continue
-        delattr(experts, name)
-        weight = QuantizedWeight(tuple(parameter.shape), quantization, dtype)
-        weight.keeps_dequantized = experts in checkpointed
-        setattr(experts, name, weight)
-        names += [f"{name}.{CODES}", f"{name}.{SCALES}"]
-    if names:
-        experts.forward = _QuantizedExperts(experts, take_over_adapters(model, experts)).forward
-    return names
-
-
-def quantized_children(experts: nn.Module) -> dict[str, QuantizedWeight]:
-    """The weights of `experts` that are quantized, by name."""
-    return {name: each for name, each in experts.named_children() if isinstance(each, QuantizedWeight)}
-
-
-def expert_weights(experts: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `experts` as this rank has them, those that are quantized dequantized."""
-    weights = {name: local_part(parameter) for name, parameter in experts.named_parameters(recurse=False)}
-    return weights | {name: each.dequantize(each.dtype) for name, each in quantized_children(experts).items()}
-
-
-def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """What `compute` returns. A backward dequantizes weights of `experts` again, so that nothing is kept."""
-    weights = quantized_children(experts).values()
-    if not torch.is_grad_enabled() or all(weight.keeps_dequantized for weight in weights):
-        return compute(*inputs)
-    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is random
-
-
-class _QuantizedExperts:
-    """What `module`, a layer of experts with quantized weights and peft's `adapters`, computes."""
-
-    def __init__(self, module: nn.Module, adapters: Sequence[Any]) -> None:
-        self.module, self.adapters = module, adapters
-
-    def forward(self, *inputs: Any) -> Any:
-        return recompute_dequantized(self.module, self.compute, *inputs)
-
-    def compute(self, *inputs: Any) -> Any:
-        weights = expert_weights(self.module)
-        experts: int = self.module.num_experts  # type: ignore[assignment]
-        return compute_experts(self.module, weights, experts, *inputs, factors=find_factors(self.adapters))
+def recomputed_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules whose activations are recomputed in the backward anyway."""
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True]
+    return {inner for module in checkpointed for inner in module.modules()}
 
 
 def quantize_layers(
     model: nn.Module, quantization: Quantization, dtype: torch.dtype, stored: Mapping[str, StoredQuantized]
 ) -> frozenset[str]:
-    """Puts quantized layers, in `dtype`, into `model`, which is on meta, and returns the names of their parameters.
+    """Puts quantized linear layers, in `dtype`, into `model` on meta, and returns the names of their parameters.
 
     `stored`: the weights that are quantized in the files already; where there are any, those and no others. Call it
     after adapters and activation checkpointing are in place. Raises `UserError` where no layer can be quantized, or one
     is stored quantized that cannot be kept so.
     """
-    checkpointed = {
-        inner
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", None) is True
-        for inner in module.modules()
-    }
+    checkpointed = recomputed_modules(model)
     added, left = set(), set(stored)
-    if not stored:
-        for path, experts in expert_layers(model):
-            added |= {f"{path}.{name}" for name in quantize_experts(model, experts, quantization, dtype, checkpointed)}
     for name, linear in linear_layers(model):
         weight = base_name(f"{name}.weight")
         if linear.weight.requires_grad or (stored and weight not in stored):  # modules_to_save are trained

@@ -18,6 +18,7 @@ from torch import nn
 
 from finetune.checkpoint.manifest import Progress
 from finetune.config.layout import Sharding
+from finetune.constants import CACHE_VARIABLE
 from finetune.data.batches import StepBatch
 from finetune.distributed.model_parts import unwrap
 from finetune.errors import UserError
@@ -33,7 +34,6 @@ from finetune.errors import is_notebook
     remove_doubled,
 )
 from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
-from finetune.models.decoder_layers import CACHE_VARIABLE
 from finetune.models.routing import find_routing
 from finetune.training.callbacks import Tracker, first_line
 from finetune.training.objectives.objective import Measured

@@ -15,13 +15,18 @@ from transformers import AutoModelForCausalLM
 
 from finetune.config.layout import Layout, MixedPrecision, Sharding
 from finetune.config.schema import Lora
-from finetune.distributed.model_parts import local_part
+from finetune.distributed.model_parts import expert_modules, local_part
 from finetune.models import attention_kernels as kernels
 from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations, compile_layers
-from finetune.models.expert_parallel import DividedExperts, divide_layer
-from finetune.models.experts import choose_experts_implementation, expert_modules, keep_factors, register_grouped
+from finetune.models.experts import (
+    DividedExperts,
+    choose_experts_implementation,
+    divide_layer,
+    keep_factors,
+    register_grouped,
+)
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
 from finetune.models.routing import find_routing, install_routing

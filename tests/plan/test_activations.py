@@ -11,12 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from finetune.config.families import FAMILIES, PLANNED
 from finetune.config.layout import MixedPrecision, Sharding
 from finetune.config.schema import Lora
-from finetune.distributed.model_parts import local_part
+from finetune.distributed.model_parts import expert_modules, local_part
 from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
-from finetune.models.expert_parallel import divide_layer
-from finetune.models.experts import GROUPED, expert_modules, keep_factors, register_grouped, set_experts_implementation
+from finetune.models.experts import GROUPED, divide_layer, keep_factors, register_grouped, set_experts_implementation
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.plan.activations import Computation, kept_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture

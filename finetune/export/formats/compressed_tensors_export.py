@@ -21,6 +21,7 @@ from torch import nn
 
 from finetune.config.quantization import EXPORTED, SCHEMES
 from finetune.config.schema import QuantizationAware
+from finetune.distributed.model_parts import expert_modules
 from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, insert_section, write_metadata
 from finetune.export.merge_choice import ComparisonRows, MergedScore, measure, read_comparison_rows, rows_of
@@ -30,7 +31,6 @@ from finetune.export.target import TargetModel, Value
 from finetune.export.verify import WrittenFiles, compare_values, read_digests
 from finetune.export.write import Shard, Weights, make_files, write_weights
 from finetune.files.durable import replace_file
-from finetune.models.experts import expert_modules
 from finetune.models.fake_quantize import find_quantizable
 from finetune.units import disk_size
 
