@@ -383,7 +383,8 @@ def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Spa
     compared = (i for i in answers if trained[i] and (i == last or messages[i].get("tool_calls")))
     if any(_take_last_line(messages[i]["content"]) not in text for i in compared):
         yield "assistant_dropped"
-    if any(trained[i] and _is_empty(messages[i]) for i in answers):
+    said = {i: messages[i]["content"].strip() or messages[i].get("tool_calls") for i in answers}
+    if any(trained[i] and not (said[i] or read_reasoning(messages[i])) for i in answers):
         yield "empty_answer"
     dropped = [i for i in answers for call in messages[i].get("tool_calls", ()) if not _holds_call(answers[i], call)]
     if any(trained[i] for i in dropped):
@@ -393,10 +394,6 @@ def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Spa
     reasoned = (i for i in answers if trained[i])
     if any(not _holds(answers[i], read_reasoning(messages[i]).rpartition("\n")[2].strip()) for i in reasoned):
         yield "reasoning_dropped"
-
-
-def _is_empty(message: Message) -> bool:
-    return not (message["content"].strip() or message.get("tool_calls") or read_reasoning(message))
 
 
 def _take_last_line(content: str) -> str:

@@ -345,18 +345,14 @@ def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Re
     own = sorted(OWN_VARIABLES & variables.keys())
     if own:
         raise BadRow(f"chat_template_kwargs: {own[0]} is set by rendering itself; remove it")
-    return _add_variables(renderer, json.dumps(dict(variables), sort_keys=True, default=str))
+    text = json.dumps(dict(variables), sort_keys=True, default=str)
+    return _probe_turn(replace(renderer, variables=renderer.variables | json.loads(text)))
 
 
 @lru_cache(maxsize=64)
 def read_parts(renderer: Renderer) -> Renderer:
     """`renderer`, for conversations with an image."""
     return _probe_turn(replace(renderer, reads_parts=True))
-
-
-@lru_cache(maxsize=64)
-def _add_variables(renderer: Renderer, variables: str) -> Renderer:
-    return _probe_turn(replace(renderer, variables=renderer.variables | json.loads(variables)))
 
 
 def _match_any(words: set[str]) -> str:

@@ -3,14 +3,12 @@
 import argparse
 import ctypes
 import gc
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
-from finetune.export.publish import ExportOptions, check_push, check_request, push_folder, split_list
+from finetune.export.publish import ExportOptions, check_push, check_request, exit_on_signals, push_folder, split_list
 from finetune.export.reload_process import start_reload
 
 EXIT_NOT_PUSHED = 1
@@ -67,27 +65,3 @@ def _import_export() -> Callable[..., Path]:
 
     import_transformers()
     return export_source
-
-
-@contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and a lost terminal end the block by `SystemExit`, so that unfinished files are removed."""
-    received: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if not received:  # under a launcher Ctrl-C arrives twice; the second must not interrupt the removal
-            received.append(number)
-            raise SystemExit(128 + number)
-
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, stop) for number in handled}
-    try:
-        yield
-    except Exception:
-        if received:  # a C extension replaced the exit by an error of its own
-            raise SystemExit(128 + received[0]) from None
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

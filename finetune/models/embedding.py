@@ -81,11 +81,6 @@ def find_grown(
     return {name: stored[name] for name in names if name in stored}
 
 
-def grown_shape(tensor: StoredTensor, vocabulary: Vocabulary) -> StoredTensor:
-    """`tensor` as the model holds it."""
-    return replace(tensor, shape=(vocabulary.rows, *tensor.shape[1:]))
-
-
 def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slices], torch.Tensor]:
     """Slices (fp32) of the embedding or head that `tensor` is the start of: [rows, hidden], or of its bias [rows].
 

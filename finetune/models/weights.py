@@ -18,7 +18,7 @@ from finetune.config.pretrained import Vocabulary, text_config_of
 from finetune.distributed.model_parts import Values, tied_names
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
-from finetune.models.embedding import find_grown, grown_reader, grown_shape
+from finetune.models.embedding import find_grown, grown_reader
 from finetune.models.lora import seed_of
 
 COMPARED_ROWS = 4096  # at once
@@ -312,7 +312,8 @@ def stored_values(
     Raises `UserError` naming every tensor that is missing, without a place in the model, or of another shape.
     """
     grown = find_grown(model, stored, vocabulary)
-    fitting = {name: grown_shape(tensor, vocabulary) for name, tensor in grown.items()} if vocabulary else {}
+    rows = vocabulary.rows if vocabulary else 0
+    fitting = {name: replace(tensor, shape=(rows, *tensor.shape[1:])) for name, tensor in grown.items()}
     refuse_mismatch(model, {**stored, **fitting}, where, quantized)
     readers = {name: grown_reader(tensor, vocabulary) for name, tensor in grown.items()} if vocabulary else {}
 

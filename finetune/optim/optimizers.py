@@ -369,17 +369,13 @@ def _make_adamw(
     return make(groups, lr=keys.learning_rate, betas=betas, eps=keys.adam_epsilon)
 
 
-def _make_adamw_8bit(groups: Groups, keys: Optimization) -> torch.optim.Optimizer:
-    return _make_adamw(adamw_8bit_moments(), groups, keys)
-
-
 # How each of config/optimization.py is made.
 CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimizer]] = {
     "adamw_torch_fused": partial(_make_adamw, partial(torch.optim.AdamW, fused=True)),
     "adamw_torch": partial(_make_adamw, partial(torch.optim.AdamW, fused=False)),
     "adam": partial(_make_adamw, partial(torch.optim.Adam, fused=True)),
     "adamw_bf16_moments": partial(_make_adamw, AdamWBf16Moments),
-    "adamw_8bit": _make_adamw_8bit,
+    "adamw_8bit": lambda groups, keys: _make_adamw(adamw_8bit_moments(), groups, keys),
     "adafactor": lambda groups, keys: Adafactor(groups, lr=keys.learning_rate),
     # foreach, torch's choice on CUDA, would allocate all gradients again to decay weights
     "muon": partial(_make_adamw, Muon),

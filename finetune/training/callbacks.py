@@ -224,7 +224,8 @@ def open_tracker(report_to: str, run_name: str, folder: Path, settings: dict[str
             inner.start()
         if identity is None or report_to not in WRITE_ONCE:
             _store(report_to, inner, settings)
-        _write_identity(folder, report_to, _identity(report_to, inner))
+        identities = read_json_object(folder / IDENTITY) | {report_to: _identity(report_to, inner)}
+        (folder / IDENTITY).write_text(json.dumps(identities) + "\n", encoding="utf-8")
     except Exception as error:  # whatever a tracker's library raises
         raise UserError(
             f"report_to: {report_to}: it does not start ({first_line(error)}); fix that, or set report_to: none "
@@ -291,8 +292,3 @@ def _quiet() -> Iterator[None]:
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     with redirect_stdout(io.StringIO()):
         yield
-
-
-def _write_identity(folder: Path, report_to: str, identity: str) -> None:
-    text = json.dumps(read_json_object(folder / IDENTITY) | {report_to: identity})
-    (folder / IDENTITY).write_text(text + "\n", encoding="utf-8")

@@ -340,8 +340,8 @@ def finish(run: TrainingRun, progress: Progress) -> None:
 
 def export(run: TrainingRun, progress: Progress) -> None:
     """Exports the run's last checkpoint, or its best. Raises `Preempted` where a signal stops it."""
-    from finetune.export.cli import exit_on_signals
     from finetune.export.export import export_run
+    from finetune.export.publish import exit_on_signals
 
     best = progress.best_step if run.recipe.checkpoint.keep_best_checkpoint else None
     if best is not None:

@@ -127,7 +127,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
                 if news := compilation.news():
                     run.log.say(news)
                 window = Window(world.device)
-                collect_garbage()
+                gc.collect(1)  # the young generations only, what steps have left behind
             if due.evaluate:
                 with window.paused():
                     progress = evaluate(run, progress)
@@ -168,7 +168,7 @@ def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
 def garbage_collected_between_lines() -> Iterator[None]:
     """Keeps Python's garbage collector out of the steps: a full collection stops one rank, and all others wait for it.
 
-    The loop collects at its lines of metrics instead, see `collect_garbage`.
+    The loop collects at its lines of metrics instead.
     """
     was_enabled = gc.isenabled()
     gc.collect()
@@ -180,8 +180,3 @@ def garbage_collected_between_lines() -> Iterator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-def collect_garbage() -> None:
-    """Collects what steps have left behind: the young generations only."""
-    gc.collect(1)

@@ -18,8 +18,7 @@ import pytest
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export.cli import exit_on_signals
-from finetune.export.publish import check_disk_space, publish
+from finetune.export.publish import check_disk_space, exit_on_signals, publish
 from finetune.files.tensors import header_bytes, read_folder
 from tests.ranks import ROOT, environment
 from tests.warm_processes import WarmProcess
