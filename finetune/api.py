@@ -15,9 +15,8 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import Recipe
 from finetune.config.user_code import expect_recipe
 from finetune.constants import ADAPTER, EXPORT
-from finetune.errors import UserError
+from finetune.errors import UserError, is_notebook
 from finetune.files.json_files import read_json_lines
-from finetune.terminal import is_notebook
 
 if TYPE_CHECKING:  # imports torch or takes long
     from finetune.data.prepare import PreparedData

@@ -24,9 +24,7 @@ from markupsafe import Markup
 from finetune import __version__
 from finetune.config.keys import leaves
 from finetune.errors import UserError
-from finetune.files.run_files import benchmark_table, describe_models, find_divergence, losses_of
-from finetune.files.durable import replace_file
-from finetune.files.durable import restore_exports
+from finetune.files.durable import replace_file, restore_exports
 from finetune.plan.plan import Plan
 from finetune.report.charts import draw_loss_png, make_charts
 from finetune.report.run_data import (

@@ -18,7 +18,15 @@ from finetune.config.yaml_file import read_yaml
 from finetune.constants import RATIO_SHARES
 from finetune.errors import UserError
 from finetune.files.json_files import load_json, read_json_lines, read_json_object
-from finetune.files.run_files import BENCHMARKS, BenchmarkResult, read_benchmarks
+from finetune.files.run_files import (
+    BENCHMARKS,
+    BenchmarkResult,
+    benchmark_table,
+    describe_models,
+    find_divergence,
+    losses_of,
+    read_benchmarks,
+)
 from finetune.plan.plan import Plan, make_plan
 from finetune.plan.table import memory_rows
 from finetune.units import count, counted, disk_size, format_compact, gib

@@ -21,10 +21,9 @@ from finetune.config.layout import Sharding
 from finetune.constants import CACHE_VARIABLE
 from finetune.data.batches import StepBatch
 from finetune.distributed.model_parts import unwrap
-from finetune.errors import UserError
+from finetune.errors import UserError, is_notebook
 from finetune.files.json_files import read_json_lines
 from finetune.files.run_files import (
-from finetune.errors import is_notebook
     DIVERGED_LINES,
     describe_missing,
     drop_later_lines,
