@@ -52,6 +52,20 @@ class UserError(Exception):
         return cls("\n".join(problems))
 
 
+def first_line(error: Exception) -> str:
+    """The first line of a library's error; the error's class where it says nothing.
+
+    >>> first_line(OSError("\\nno space left\\nnor patience")), first_line(KeyError())
+    ('no space left', 'KeyError')
+    """
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def on_one_line(error: Exception) -> str:
+    """All that a library's error says, on one line; the error's class where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class Preempted(Exception):
     """A signal asked the run to stop, and its checkpoint is on disk. Its text says how to resume."""
 

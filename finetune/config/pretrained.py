@@ -12,7 +12,7 @@ from typing import Any
 from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
 from finetune.config.schema import Model, Recipe
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE
-from finetune.errors import UserError
+from finetune.errors import UserError, on_one_line
 from finetune.files.json_files import read_json_object, read_tensor_header
 from finetune.files.network import download_file, download_folder
 
@@ -69,7 +69,7 @@ def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
         try:
             config = AutoConfig.for_model(**model.model_config)
         except Exception as error:  # each family checks its config in its own way
-            raise UserError(f"model_config: {_one_line(error)}") from None
+            raise UserError(f"model_config: {on_one_line(error)}") from None
     else:
         assert model.model_name_or_path is not None  # the recipe reader requires one of the two
         config = _read_config(model.model_name_or_path, model)
@@ -129,12 +129,8 @@ def _read_config(name: str, model: Model) -> Any:
             name, revision=model.model_revision, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:
-        raise UserError(f"{name}: config.json: {_one_line(error)}; name another model") from None
-
-
-def _one_line(error: Exception) -> str:
-    """The whole message: a validation error of transformers names its cause in the second line."""
-    return " ".join(str(error).split()) or type(error).__name__
+        # A validation error of transformers names its cause in the second line.
+        raise UserError(f"{name}: config.json: {on_one_line(error)}; name another model") from None
 
 
 ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"

@@ -24,7 +24,7 @@ from finetune.config.schema import DatasetSource
 from finetune.data.examples import make_generator
 from finetune.data.messages import BadRow
 from finetune.data.readers import KINDS, TEXT_READERS, NumberedRow, convert_os_errors, file_kind, limit_unpacked
-from finetune.errors import UserError
+from finetune.errors import UserError, first_line
 from finetune.files.durable import CHECKSUM, checksum
 from finetune.files.network import go_offline_without_network
 
@@ -197,7 +197,7 @@ def load_hub_rows(source: DatasetSource, streaming: bool) -> Any:
     try:
         return datasets.load_dataset(source.path, source.name, split=source.split, streaming=streaming)
     except Exception as error:  # whatever the hub client, the network or the library raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise UserError(f"{source.path}: no such file or folder, and not loaded as a hub data set: {reason}") from None
 
 
@@ -358,7 +358,7 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
     except UserError:
         raise
     except Exception as error:  # pyarrow, fsspec and datasets each have their own
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise UserError(f"{path}: cannot be read as {kind} after row {number}: {reason}") from None
 
 

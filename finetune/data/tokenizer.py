@@ -19,7 +19,7 @@ from finetune.constants import GENERATION_FILE, grow_rows
 from finetune.data.images import ImageProcessor, split_parts
 from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool
 from finetune.data.template_sandbox import compile_template
-from finetune.errors import UserError
+from finetune.errors import UserError, first_line
 from finetune.files.json_files import read_json_object
 from finetune.files.network import go_offline_without_network, hub_error
 
@@ -183,7 +183,7 @@ def _describe_failure(name: str, revision: str | None, error: Exception) -> User
     if not (Path(name) / "tokenizer.json").is_file():
         refuse_other_path(Path(name))
         return UserError(f"{name}: has no tokenizer.json; name a folder that has one, or a hub name")
-    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    reason = first_line(error)
     return UserError(f"{name}: its tokenizer cannot be loaded: {reason}")
 
 

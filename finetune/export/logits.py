@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from finetune.config.facts import EXPERT_COUNTS
 from finetune.config.pretrained import text_config_of
 from finetune.distributed.model_parts import has_other_parts, is_experts, text_modules, trunk_of
-from finetune.errors import UserError
+from finetune.errors import UserError, first_line, on_one_line
 from finetune.export.target import prefetch, row_blocks
 from finetune.models.load import build_on_meta
 
@@ -213,7 +213,7 @@ def check_streamed_logits(config: Any, trust_remote_code: bool = False, log: Cal
             with torch.no_grad():
                 truth = own(input_ids=prompts(text_config_of(smaller).vocab_size), use_cache=False).logits.float()
         except Exception as error:  # the family allows no such twin
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             log(
                 f"export  not checked ahead on a small twin of the model ({reason}); the export itself will be verified"
             )
@@ -222,7 +222,7 @@ def check_streamed_logits(config: Any, trust_remote_code: bool = False, log: Cal
         try:
             found = stream_logits(streamed, lambda name, start, stop: _rows(values[name], start, stop))
         except Exception as error:
-            raise _unverifiable(own, " ".join(str(error).split()) or type(error).__name__) from error
+            raise _unverifiable(own, on_one_line(error)) from error
     difference = float((found - truth).norm() / truth.norm())
     if not difference <= LARGEST_DIFFERENCE:
         raise _unverifiable(own, f"logits computed a tensor at a time differ by {difference:.2g} from its own")

@@ -18,7 +18,7 @@ from finetune.checkpoint.manifest import STATE
 from finetune.config.quantization import EXPORTED, SCHEMES, read_recipe_quantization
 from finetune.config.schema import ExportFormat
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
-from finetune.errors import UserError
+from finetune.errors import UserError, first_line
 from finetune.files import durable
 from finetune.files.json_files import read_json_object
 from finetune.units import disk_size, read_size
@@ -276,7 +276,7 @@ def push_folder(folder: Path, repository: str, log: Callable[[str], object] = pr
         api.create_repo(repository, repo_type="model", private=True, exist_ok=True)
         api.create_commit(repository, added, commit_message="Upload model", repo_type="model")
     except Exception as error:  # the hub, the network, a token: none of it is the export's fault
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         is_as_here = all(isinstance(content, Path) for content in contents.values())
         command = f"hf upload {repository} {shlex.quote(str(folder))} --private"
         command = command if is_as_here else "the same command with --overwrite"

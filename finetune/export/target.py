@@ -17,7 +17,7 @@ from finetune.config.pretrained import read_facts
 from finetune.config.quantization import read_published_form
 from finetune.constants import CONFIG_FILE
 from finetune.distributed.model_parts import text_names
-from finetune.errors import UserError
+from finetune.errors import UserError, first_line
 from finetune.files.json_files import load_json
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.load import build_on_meta
@@ -139,7 +139,7 @@ def _build_model(folder: Path, trust_remote_code: bool) -> nn.Module:
     except UserError as error:
         raise UserError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
     except Exception as error:  # a config can be wrong in any way
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"{path}: describes no causal language model that transformers can build: {reason}") from None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.constants import EXPORT
-from finetune.errors import UserError
+from finetune.errors import UserError, first_line
 
 
 def find_cache(name: str) -> Path:
@@ -84,7 +84,7 @@ def hub_error(repository: str, error: Exception, what: str = "its files", revisi
     offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "off", "no")
     unreachable = "HF_HUB_OFFLINE is set" if offline else "the hub is unreachable"
     status = getattr(getattr(error, "response", None), "status_code", "an error")
-    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    reason = first_line(error)
     # The first class that matches is used, so subclasses come first.
     sentences: dict[type[Exception] | tuple[type[Exception], ...], str] = {
         hub.HFValidationError: _explain_missing_folder(Path(repository)),

@@ -11,7 +11,7 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from finetune.errors import UserError
+from finetune.errors import UserError, on_one_line
 from finetune.files.run_files import BenchmarkResult
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_model
 from finetune.inference.inputs import ModelReference
@@ -91,7 +91,7 @@ def measure(model: InferenceModel, options: BenchmarkOptions, manager: TaskManag
                 log_samples=False,
             )
     except Exception as error:  # the hub, a task's own code, a data set without its split: each raises its own
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = on_one_line(error)
         raise UserError(f"{','.join(options.tasks)}: lm-eval cannot measure it: {reason}") from error
     assert isinstance(results, dict)
     return results

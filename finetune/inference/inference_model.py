@@ -19,7 +19,7 @@ from finetune.config.schema import RENDERINGS, Model
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
 from finetune.data.images import ImageProcessor
 from finetune.data.tokenizer import PLAIN, read_template
-from finetune.errors import UserError
+from finetune.errors import UserError, on_one_line
 from finetune.export.card import has_tokenizer, write_metadata
 from finetune.export.export import export_source
 from finetune.export.publish import ExportOptions
@@ -283,7 +283,7 @@ def _describe_failure(name: str, revision: str | None, what: str, error: Excepti
             else ""
         )
         return UserError(f"{damage}{again}")
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = on_one_line(error)
     return UserError(f"{name}: {what} cannot be loaded: {reason}")
 
 

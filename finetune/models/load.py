@@ -24,7 +24,7 @@ from finetune.constants import COMPUTE_DTYPE, PROCESSOR_FILES
 from finetune.distributed.model_parts import Values, other_parts, take_language_model, text_names, unwrap
 from finetune.distributed.parallelize import gathered, parallelize
 from finetune.distributed.world import World
-from finetune.errors import UserError
+from finetune.errors import UserError, on_one_line
 from finetune.files.network import download_folder
 from finetune.files.tensors import read_folder
 from finetune.flops import forward_flop_per_token_of
@@ -188,7 +188,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
                 config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
     except Exception as error:  # each family reads its config in its own way
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = on_one_line(error)
         raise UserError(
             f"{config.model_type}: transformers cannot build the model of this config ({reason}); name another model"
         ) from error

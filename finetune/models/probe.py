@@ -24,7 +24,7 @@ from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.sequence_parallel import gather_tokens
 from finetune.distributed.world import World
-from finetune.errors import UserError
+from finetune.errors import UserError, on_one_line
 from finetune.models.document_layers import recurrent_modules
 from finetune.models.fake_quantize import unrounded
 
@@ -64,7 +64,7 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = on_one_line(error)
         advice = "set packing: false" if data.packing else "name another model"
         if recipe.attn_implementation == "auto":
             advice = "set packing: false and attn_implementation: eager"

@@ -14,7 +14,7 @@ from torch import nn
 from finetune.checkpoint.manifest import Progress
 from finetune.config.schema import Recipe
 from finetune.config.user_code import explained, load, place_of
-from finetune.errors import UserError
+from finetune.errors import UserError, first_line
 from finetune.files.json_files import MAX_DIGITS, parse_json
 
 if TYPE_CHECKING:  # what prepares and saves draws half of the package in; a step needs none of it
@@ -232,11 +232,6 @@ def open_tracker(report_to: str, run_name: str, folder: Path, settings: dict[str
             "(metrics.jsonl is always written)"
         ) from error
     return Tracker(report_to, inner, _find_page(report_to, inner, folder))
-
-
-def first_line(error: Exception) -> str:
-    """The first line of a library's error."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _make_tracker(report_to: str, run_name: str, folder: Path, identity: str | None, start_step: int) -> Any:

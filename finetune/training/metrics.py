@@ -21,7 +21,7 @@ from finetune.config.layout import Sharding
 from finetune.constants import CACHE_VARIABLE
 from finetune.data.batches import StepBatch
 from finetune.distributed.model_parts import unwrap
-from finetune.errors import UserError, is_notebook
+from finetune.errors import UserError, first_line, is_notebook
 from finetune.files.json_files import read_json_lines
 from finetune.files.run_files import (
     DIVERGED_LINES,
@@ -34,7 +34,7 @@ from finetune.files.run_files import (
 )
 from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
 from finetune.models.routing import find_routing
-from finetune.training.callbacks import Tracker, first_line
+from finetune.training.callbacks import Tracker
 from finetune.training.objectives.objective import Measured
 from finetune.units import counted, gib
 

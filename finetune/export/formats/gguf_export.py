@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from finetune.config.pretrained import why_unsupported
-from finetune.errors import UserError, progress_bar
+from finetune.errors import UserError, first_line, progress_bar
 from finetune.export.formats.gguf_file import (
     FILE_TYPES,
     PlannedFile,
@@ -124,7 +124,7 @@ def plan_gguf(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.description, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"{where}: --format gguf: needs a tokenizer, which does not load: {reason}") from None
     vocabulary = describe_tokenizer(tokenizer, config.vocab_size, source.description, options.gguf_pre_tokenizer)
     for note in (*notes, *(vocabulary.doubts if not (options.verify and is_installed("llama_cpp")) else ())):
