@@ -19,7 +19,7 @@ from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.distributed import join as mesh
-from finetune.distributed import parallelize, pipeline
+from finetune.distributed import model_parts, pipeline
 
 
 def join_ranks(size: int, rank: int = 0) -> None:
@@ -41,8 +41,8 @@ def pretend_groups() -> None:
     torch.cuda.set_rng_state = lambda *_: None
     for name in ("__init__", "__getitem__", "_flatten", "_concatenate"):
         setattr(DeviceMesh, name, _with_real_tensors(getattr(DeviceMesh, name)))
-    find_slices = _with_real_tensors(parallelize.compute_local_shape_and_global_offset)
-    parallelize.compute_local_shape_and_global_offset = find_slices
+    find_slices = _with_real_tensors(model_parts.compute_local_shape_and_global_offset)
+    model_parts.compute_local_shape_and_global_offset = find_slices
     distributed._verify_param_shape_across_processes = distributed._sync_module_states = lambda *_, **__: None
     construct = _with_python_reducer(distributed.DistributedDataParallel.__init__)
     distributed.DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
