@@ -22,7 +22,7 @@ ADDED = {
     "a data format": {
         "config/schema.py": (
             "FORMATS: Mapping[str, FormatFacts] = {\n",
-            '    "riddle": FormatFacts("riddles with their answers", columns=frozenset({"riddle", "solved"})),\n',
+            '    "riddle": FormatFacts("riddles with their answers", columns=(("riddle", "solved"),)),\n',
         ),
         "data/formats.py": (
             "PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {\n",

@@ -165,7 +165,7 @@ MACHINE: tuple[Rule, ...] = (
         "set mixed_precision: bf16",
     ),
     _package(
-        "torchao for QAT", (recipe_rules.KEY,), recipe_rules.is_on, "torchao", recipe_rules.KEY, "remove the key",
+        "torchao for QAT", (recipe_rules.QAT,), recipe_rules.has_qat, "torchao", recipe_rules.QAT, "remove the key",
     ),
     *(
         _package(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.config.layout import GROUP_KEYS
 from finetune.config.yaml_file import read_entries
 from finetune.errors import UserError
 
@@ -54,9 +55,9 @@ JSON_KEYS = frozenset(
 )
 NO_COUNTERPART = "this part of DeepSpeed has no counterpart here; remove it"
 OTHERS = {
-    "sequence_parallel_size": "remove it; parallelism_config_sp_size of an Accelerate file divides a row's tokens over ranks",  # noqa: E501
+    "sequence_parallel_size": "remove it; parallelism_config_sp_size of an Accelerate file divides a row's tokens",
     "compile": "set torch_compile: true in the recipe, and remove this section",
-    "tensor_parallel": "remove this section; parallelism_config_tp_size of an Accelerate file divides matrices over ranks",  # noqa: E501
+    "tensor_parallel": f"remove it; parallelism_config_{GROUP_KEYS[0]} of an Accelerate file divides matrices",
 }
 OPTIMIZER_IN_RECIPE = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 

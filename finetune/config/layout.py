@@ -127,10 +127,6 @@ class Sharding:
         """The sizes of DIVISIONS, by the Accelerate file's keys."""
         return {key: getattr(self, name) for key, (name, _) in DIVISIONS.items()}
 
-    def describe_tensor_ranks(self) -> str:
-        """The key that shards matrices, with its value."""
-        return f"tp_size {self.tensor_parallel_size}"
-
     @property
     def divides_matrices(self) -> bool:
         return self.tensor_parallel_size > 1

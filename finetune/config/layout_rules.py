@@ -8,6 +8,7 @@ from finetune.config.layout import describe_sizes
 from finetune.config.model_rules import is_uneven_vocabulary, set_to_divisor, trains_experts
 from finetune.config.optimization import DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
+from finetune.config.recipe_rules import QAT, has_qat
 from finetune.config.rule import (
     BF16,
     Case,
@@ -278,6 +279,10 @@ RULES: tuple[Rule, ...] = (
         ("activation_offload", "what a layer keeps of divided products is not copied"),
         ("optim_in_backward", "a gradient's norm is of a mesh of its own, known after the backward"),
     )),
+    _exclude(
+        "tp_size", has_tp, QAT, has_qat, lambda c: f"{QAT}: {c[QAT]}",
+        "a scale is that of a part of a row that one rank holds", advice="set tp_size: 1", fix={"tp_size": 1},
+    ),
     # Sequence parallelism
     _exclude(
         "cp_size", has_sp, "mixed_precision", has_fp8, "mixed_precision: fp8", advice="set it to bf16", fix=BF16,

@@ -46,6 +46,7 @@ class OptimizerFacts:
     reads_found_inf: bool = False  # skips its update by the flag of torch's GradScaler
     reads_betas: bool = True  # whether it uses adam_beta1, adam_beta2 and adam_epsilon
     decouples_decay: bool = True  # weight_decay is no part of its gradient
+    momentum: float | None = None  # of the layers' matrices, which it updates otherwise than the rest; None: all alike
 
     # What it needs, and what it cannot be combined with (the names of OPTIMIZER_CONFLICTS in layout_rules.py), and why.
     package: str | None = None
@@ -134,6 +135,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         "vectors: 4 bytes a parameter of a layer; not under FSDP1",
         count_state=_adam,
         count_matrix=lambda shape, itemsize: itemsize * prod(shape),
+        momentum=0.95,
         update_copies=2,  # the update in bf16 before and after, and in fp32
         update_bytes=8,  # in bf16: the whole update, its iterate, and two products that are never larger
         conflicts={

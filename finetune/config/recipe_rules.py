@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config.keys import keys_of
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import EXPORTED, SCHEMES, TRAINED
-from finetune.config.rule import BF16, Case, Need, Rule, both, has_fp8, has_tp, is_set, no_effect
+from finetune.config.rule import BF16, Case, Need, Rule, both, has_fp8, is_set, no_effect
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, QuantizationAware
 
@@ -83,12 +83,12 @@ def _not_in_backward(key: str, when: Callable[[Case], object], message: str, adv
 
 
 COMPRESSED = "compressed-tensors"
-KEY = "quantization_aware_training"
-OFF: Mapping[str, Any] = {KEY: None}
+QAT = "quantization_aware_training"
+OFF: Mapping[str, Any] = {QAT: None}
 
 
-def is_on(case: Case) -> bool:
-    return case[KEY] is not None
+def has_qat(case: Case) -> bool:
+    return case[QAT] is not None
 
 
 def exports(name: str) -> Callable[[Case], bool]:
@@ -107,11 +107,11 @@ def _beside(
     needs: tuple[Need, ...] = (),
 ) -> Rule:
     return Rule(
-        name=f"{name} with {KEY}",
-        keys=(KEY, key),
+        name=f"{name} with {QAT}",
+        keys=(QAT, key),
         needs=needs,
-        when=lambda c: is_on(c) and when(c),
-        message=f"{KEY}: {{{KEY}}} cannot be combined with {name}: {why}",
+        when=lambda c: has_qat(c) and when(c),
+        message=f"{QAT}: {{{QAT}}} cannot be combined with {name}: {why}",
         advice=advice,
         fix=fix,
     )
@@ -370,14 +370,14 @@ RULES: tuple[Rule, ...] = (
     ),
     # Quantization-aware training and quantized exports
     Rule(
-        name="a scheme that torchao does not finish here", keys=(KEY,),
-        when=lambda c: is_on(c) and SCHEMES[c[KEY]].refused,
-        message=lambda c: f"{KEY}: {c[KEY]}: {SCHEMES[c[KEY]].refused}, so that the quantized model could not be "
+        name="a scheme that torchao does not finish here", keys=(QAT,),
+        when=lambda c: has_qat(c) and SCHEMES[c[QAT]].refused,
+        message=lambda c: f"{QAT}: {c[QAT]}: {SCHEMES[c[QAT]].refused}, so that the quantized model could not be "
         "compared with the one that was trained",
         advice=f"use one of {', '.join(TRAINED)}", fix=OFF,
     ),
     *(
-        no_effect(key.name, f"without {KEY}", lambda c: not is_on(c), KEY)
+        no_effect(key.name, f"without {QAT}", lambda c: not has_qat(c), QAT)
         for key in fields(QuantizationAware)[1:]
     ),
     Rule(
@@ -392,8 +392,8 @@ RULES: tuple[Rule, ...] = (
         lambda c: COMPRESSED not in c["export_formats"], "export_formats",
     ),
     Rule(
-        name="a quantized export without a scheme", keys=("export_formats", "export_quantization", KEY),
-        when=lambda c: COMPRESSED in c["export_formats"] and not (is_on(c) or c["export_quantization"]),
+        name="a quantized export without a scheme", keys=("export_formats", "export_quantization", QAT),
+        when=lambda c: COMPRESSED in c["export_formats"] and not (has_qat(c) or c["export_quantization"]),
         message="export_formats: compressed-tensors: no scheme", advice="set export_quantization, such as int8-int8",
     ),
     Rule(
@@ -447,10 +447,6 @@ RULES: tuple[Rule, ...] = (
         fix=OFF,
     ),
     _beside(
-        "tp_size", "tp_size", has_tp, "a scale is that of a part of a row that one rank holds", "set tp_size: 1",
-        fix={"tp_size": 1}, needs=("layout",),
-    ),
-    _beside(
         "mixed_precision: fp8", "mixed_precision", has_fp8, "both replace the products of the same layers",
         "set mixed_precision: bf16", fix=BF16, needs=("layout",),
     ),
@@ -469,8 +465,8 @@ RULES: tuple[Rule, ...] = (
         needs=("model",),
     ),
     Rule(
-        name="groups that do not divide", keys=("qat_group_size", KEY, "model_name_or_path"), needs=("model",),
-        when=lambda c: is_on(c) and _uneven_widths(c),
+        name="groups that do not divide", keys=("qat_group_size", QAT, "model_name_or_path"), needs=("model",),
+        when=lambda c: has_qat(c) and _uneven_widths(c),
         message=lambda c: f"qat_group_size: {c['qat_group_size']} does not divide "
         f"{' and '.join(map(str, _uneven_widths(c)))}, the inputs of linear layers of {c.name}",
         advice=_advise_group_size, fix={"qat_group_size": None},

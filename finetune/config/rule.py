@@ -177,7 +177,7 @@ def both(*conditions: Callable[[Case], object]) -> Callable[[Case], bool]:
 
 
 def has_tp(case: Case) -> bool:
-    return case.layout.tensor_parallel_size > 1
+    return case.layout.divides_matrices
 
 
 def has_sp(case: Case) -> bool:

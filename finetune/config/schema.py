@@ -39,24 +39,42 @@ class FormatFacts:
 
     says: str  # what its rows are, in a recipe that `finetune init` writes
     is_chat: bool = False  # a chat template renders its rows
-    columns: frozenset[str] = frozenset()  # by which a row of it is recognized, where no other format's are there
+    columns: tuple[tuple[str, ...], ...] = ()  # by all of any of these a row of it is recognized
+    note: str = ""  # on the first of these, where the known formats are listed
+    may_be_rated: bool = False  # whether other columns may say how good its answer is
+
+    def fits(self, present: set[str]) -> bool:
+        """Whether a row with these columns is recognized as one of the format."""
+        return any(present.issuperset(columns) for columns in self.columns)
 
 
 TURNS = "conversations; the model's chat template writes their turns"
 FORMATS: Mapping[str, FormatFacts] = {
-    "messages": FormatFacts(TURNS, is_chat=True),
-    "sharegpt": FormatFacts(TURNS, is_chat=True),
-    "alpaca": FormatFacts("instructions with their outputs, as turns of the model's chat template", is_chat=True),
-    "prompt_completion": FormatFacts("prompts with their completions, joined without a chat template"),
-    "text": FormatFacts("plain text, all of it trained on"),
-    "tokens": FormatFacts("rows that are tokens already", columns=frozenset({"input_ids"})),
+    # The first that fits is a row's.
+    "messages": FormatFacts(
+        TURNS, is_chat=True, columns=(("messages",),), note="a list of {role, content}", may_be_rated=True
+    ),
+    "sharegpt": FormatFacts(
+        TURNS, is_chat=True, columns=(("conversations",), ("conversation",)), note="a list of {from, value}",
+        may_be_rated=True,
+    ),
+    "alpaca": FormatFacts(
+        "instructions with their outputs, as turns of the model's chat template", is_chat=True,
+        columns=(("instruction", "output"),), note="input too", may_be_rated=True,
+    ),
+    "prompt_completion": FormatFacts(
+        "prompts with their completions, joined without a chat template",
+        columns=(("prompt", "completion"), ("prompt", "chosen")), may_be_rated=True,
+    ),
+    "text": FormatFacts("plain text, all of it trained on", columns=(("text",),)),
+    "tokens": FormatFacts("rows that are tokens already", columns=(("input_ids",),)),
     "squad": FormatFacts(
-        "SQuAD's questions, with the first answer of each", columns=frozenset({"context", "question", "answers"})
+        "SQuAD's questions, with the first answer of each", columns=(("context", "question", "answers"),)
     ),
     "hellaswag": FormatFacts(
-        "HellaSwag's contexts, with the right ending of each", columns=frozenset({"ctx", "endings", "label"})
+        "HellaSwag's contexts, with the right ending of each", columns=(("ctx", "endings", "label"),)
     ),
-}
+}  # fmt: skip
 # These and the names in reports that `type` does not take: see `ParsedRow.rendering`.
 RENDERINGS: Mapping[str, FormatFacts] = {
     **FORMATS,

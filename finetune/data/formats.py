@@ -21,12 +21,6 @@ from finetune.data.messages import (
 )
 
 Row = Mapping[str, Any]
-KNOWN_FORMATS = (
-    "messages (a list of {role, content}), conversations (a list of {from, value}), instruction + output (input too), "
-    "prompt + completion, text, input_ids, SQuAD's and HellaSwag's"
-)
-
-
 # The names of columns in published data, in lower case, the most usual first.
 QUESTION_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input", "context")
 ANSWER_COLUMNS = ("completion", "answer", "response", "output", "solution", "target", "assistant", "reply")
@@ -176,7 +170,7 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     """
     common = find_common_pair(row, source)
     row_format, columns = source.type or ("messages" if common else recognize_format(row, source)), Columns(row)
-    if row_format != "text" and not FORMATS[row_format].columns:
+    if FORMATS[row_format].may_be_rated:
         _check_preference(columns, row_format, source)
     if common:
         source = replace(source, prompt_column=common[0], completion_column=common[1])
@@ -219,21 +213,13 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
     for row_format, column in named.items():
         if column is not None:
             return row_format
-    if "messages" in present:
+    found = next((name for name, facts in FORMATS.items() if facts.fits(present)), None)
+    is_chat = found is not None and FORMATS[found].is_chat
+    if isinstance(row.get("chosen"), list) and "prompt" not in present and not is_chat:
         return "messages"
-    if is_sharegpt:
-        return "sharegpt"
-    if {"instruction", "output"} <= present:
-        return "alpaca"
-    if "prompt" in present and present & {"completion", "chosen"}:
-        return "prompt_completion"
-    if "chosen" in present and isinstance(row["chosen"], list):
-        return "messages"
-    if "text" in present:
-        return "text"
-    for row_format, facts in FORMATS.items():
-        if facts.columns and facts.columns <= present:
-            return row_format
+    if found is not None:
+        return found
+    known = (" + ".join(facts.columns[0]) + (f" ({facts.note})" if facts.note else "") for facts in FORMATS.values())
     hint = "Name the columns (prompt_column and completion_column, messages_column or text_column)"
     for chosen, rejected in (("chosen", "rejected"), ("response_w", "response_l")):
         if {chosen, rejected} <= present:
@@ -243,7 +229,7 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
                 f"completion_column: {chosen}"
             )
     raise BadRow(
-        f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: {KNOWN_FORMATS}. {hint}"
+        f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: {', '.join(known)}. {hint}"
     )
 
 

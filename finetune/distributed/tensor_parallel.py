@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from finetune.config.layout import describe_sizes
 from finetune.distributed.model_parts import find_local_slices
 from finetune.distributed.world import TENSOR, World
 from finetune.errors import UserError
@@ -81,7 +82,7 @@ def divide_matrices(model: Any, world: World) -> None:
     """
     if not world.sharding.divides_matrices:
         return
-    _check_plan(model, f"{world.sharding.source}: {world.sharding.describe_tensor_ranks()}")
+    _check_plan(model, f"{world.sharding.source}: {describe_sizes(world.sharding.mesh_sizes or {})}")
     assert world.mesh is not None
     mesh, tied = world.mesh[TENSOR], model.get_input_embeddings().weight is model.get_output_embeddings().weight
     plan = {f"{model.base_model_prefix}.{pattern}": style for pattern, style in model.config.base_model_tp_plan.items()}

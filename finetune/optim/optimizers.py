@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from finetune.config.facts import has_compiler
-from finetune.config.optimization import is_layers_matrix
+from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
 from finetune.config.schema import Optimization
 from finetune.distributed.gradients import group_by_mesh
 from finetune.distributed.model_parts import local_part
@@ -255,7 +255,7 @@ def _sum_over_shards(part: Tensor, parameter: Tensor) -> Tensor:
     return part
 
 
-MOMENTUM, SCALE, STEPS, NORM_EPSILON = 0.95, 0.2, 5, 1e-7
+SCALE, STEPS, NORM_EPSILON = 0.2, 5, 1e-7
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -352,7 +352,7 @@ def build_optimizer(model: nn.Module, optimization: Optimization, world: World |
     assert trainable, "no parameter is trained"
     on_meta = [name for name, parameter in trainable.items() if parameter.is_meta]
     assert not on_meta, f"parameters without memory: {on_meta}"
-    groups = make_parameter_groups(model, optimization.weight_decay, MOMENTUM if optimization.optim == "muon" else None)
+    groups = make_parameter_groups(model, optimization.weight_decay, OPTIMIZERS[optimization.optim].momentum)
     covered = sum(len(group["params"]) for group in groups)
     assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"
     make = CONSTRUCTORS[optimization.optim]
