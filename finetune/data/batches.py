@@ -43,6 +43,8 @@ class MicroBatch:
     example_ids: tuple[int, ...]
     document_lengths: tuple[int, ...] = ()  # tokens of each example
     packed_lengths: tuple[int, ...] | None = None  # what `cu_seq_lens` says, known to the host without asking a GPU
+    # Of each document of `packed_lengths` the place of the one that it continues, such as a prompt; None: of none.
+    continued: tuple[int | None, ...] | None = None
     token_mask: Tensor | None = None  # bool[rows, tokens]: False where padding; None: no token is
     # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in `example_ids`) each of them
     # belongs to; 0 for those without a label. None where documents are not compared.
@@ -66,7 +68,7 @@ class MicroBatch:
             inputs["token_mask"] = self.token_mask
         if self.cu_seq_lens is not None:
             inputs |= {"cu_seq_lens": self.cu_seq_lens, "max_document_length": self.max_document_length}
-            inputs["packed_lengths"] = self.packed_lengths
+            inputs |= {"packed_lengths": self.packed_lengths, "continued": self.continued}
         else:
             inputs["document_lengths"] = self.document_lengths
         if self.images is not None:

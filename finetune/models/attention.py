@@ -1,9 +1,9 @@
 """Attention that keeps packed documents apart without an O(tokens^2) mask, on every device, with no flash-attn build.
 
 After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents + 1], the boundaries of
-the documents in the one packed row), `max_document_length` (int) and `packed_lengths` (the tokens of each document, for
-kernels that the host starts for each: it need not ask a GPU); without them every row is one document padded on the
-right. Generation, which passes an attention mask or a cache, runs transformers' SDPA.
+the documents in the one packed row), `max_document_length` (int), `packed_lengths` (the tokens of each document, for
+kernels that the host starts for each: it need not ask a GPU) and, where `can_continue` says so, `continued` (the place
+of the document that each continues, or None); without them every row is one document padded on the right. Generation, which passes an attention mask or a cache, runs transformers' SDPA.
 
 Where ranks divide a row's tokens between them, each attends for some of the heads, over the whole row.
 
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from finetune.config.facts import attends_by_mask
 from finetune.config.families import find_family
 from finetune.config.layout import divides_heads
-from finetune.distributed.model_parts import language_model_of, other_parts, trunk_of
+from finetune.distributed.model_parts import has_other_parts, language_model_of, other_parts, trunk_of
 from finetune.distributed.sequence_parallel import (
     gather_keys,
     take_heads,
@@ -33,6 +33,7 @@ from finetune.distributed.sequence_parallel import (
 from finetune.errors import UserError
 from finetune.models.attention_kernels import (
     FLASH_PACKAGES,
+    Continued,
     RowDocuments,
     ScoreOptions,
     activate_fastest_kernels,
@@ -43,11 +44,17 @@ from finetune.models.attention_kernels import (
     find_windows,
     make_masks,
 )
-from finetune.models.document_layers import install_document_rotary, install_recurrence
+from finetune.models.document_layers import (
+    depends_on_length,
+    install_document_rotary,
+    install_recurrence,
+    recurrent_modules,
+)
+from finetune.models.routing import find_routing
 
 NAME = "packed"
 # Of the documents of a packed row, and of those in padded rows, which only long-context RoPE reads.
-BOUNDARIES = ("cu_seq_lens", "max_document_length", "packed_lengths", "document_lengths", "image_tokens")
+BOUNDARIES = ("cu_seq_lens", "max_document_length", "packed_lengths", "document_lengths", "image_tokens", "continued")
 WHOLE_ROWS = RowDocuments()
 NO_MASK: dict[str, Any] = {}  # an attention_mask for a whole vision-language model, which then makes none of its own
 UNSUPPORTED = ("position_bias",)  # arguments that transformers may pass and this attention does not take
@@ -128,13 +135,27 @@ def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
             module.register_forward_pre_hook(hand, with_kwargs=True)
 
 
+def can_continue(model: Any) -> bool:
+    """Whether a document of `model`'s packed rows may continue another, computed from its own tokens alone.
+
+    Not where something beside our attention reads the tokens of a document or its length (recurrent layers, chunks,
+    long-context RoPE, images), where attention needs a mask of blocks, and where the routers' auxiliary loss counts
+    each token.
+    """
+    trunk, routing = trunk_of(model), find_routing(model)
+    is_ours = trunk.config._attn_implementation == NAME and not has_other_parts(model) and not find_windows(model)
+    is_chunked = "chunked_attention" in (getattr(trunk.config, "layer_types", None) or ())
+    is_recurrent = bool(recurrent_modules(model)) or depends_on_length(trunk)
+    return is_ours and not is_chunked and not is_recurrent and (routing is None or not routing.coefficient)
+
+
 # From the arguments of a training forward to those that the implementation reads. Generation's stay as they are.
 
 
 def _prepare_for_packed(
     windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    kwargs, (boundaries, longest, lengths, _, images) = _split_boundaries(kwargs)
+    kwargs, (boundaries, longest, lengths, _, images, places) = _split_boundaries(kwargs)
     mask = kwargs.get("attention_mask")
     if (mask is not None and mask is not NO_MASK) or kwargs.get("use_cache") is not False:
         return kwargs
@@ -143,11 +164,12 @@ def _prepare_for_packed(
         ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         tokens = ids.shape[1] * (1 if sequence_group is None else sequence_group.size())
         masks = make_masks(windows, boundaries, tokens, ids.device)
+    continued = None if places is None else Continued.find(places, lengths, boundaries.device)
     # transformers leaves a four-dimensional mask alone. Without one, it compares position ids to find packed
     # documents in every forward: a host synchronization on CUDA, for a mask that nothing reads.
     prepared = kwargs | {
         "attention_mask": torch.empty((0, 0, 0, 0), dtype=torch.bool),
-        "documents": RowDocuments(boundaries, longest, lengths, masks, images),
+        "documents": RowDocuments(boundaries, longest, lengths, masks, images, continued),
     }
     return prepared if sequence_group is None else prepared | {"sequence_group": sequence_group}
 

@@ -7,12 +7,12 @@ through causal SDPA or a plain implementation; the host knows the lengths.
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,24 @@ class RowDocuments:
     masks: Mapping[int | None, BlockMask] = field(default_factory=dict)  # by sliding window, for layers that read one
     # int64[rows, tokens]: the number of the image that a token is of, or -1; where an image's tokens see each other.
     images: Tensor | None = None
+    continued: "Continued | None" = None  # where some continue others; `lengths` are known then
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Continued:
+    """Documents that continue others of the row, as completions do their prompt: they see its tokens before their own."""
+
+    places: tuple[int | None, ...]  # of the document that each continues; None: of none
+    lengths: tuple[int, ...]  # tokens that the last token of each sees
+    boundaries: Tensor  # int32[documents + 1]: the sums of `lengths`, from 0
+    longest: int  # of `lengths`
+
+    @classmethod
+    def find(cls, places: tuple[int | None, ...], own: tuple[int, ...], device: torch.device) -> Self:
+        """From the places, and the tokens of each document in the row."""
+        lengths = tuple(length + (0 if at is None else own[at]) for at, length in zip(places, own, strict=True))
+        boundaries = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
+        return cls(places, lengths, boundaries.to(device, non_blocking=True), max(lengths))
 
 
 class ScoreOptions(NamedTuple):
@@ -201,10 +219,14 @@ def attend_documents(
         else:
             parts = zip(*(torch.split(each, chunk, dim=2) for each in (query, key, value)), strict=True)
             return torch.cat([attend_documents(q, k, v, documents, options) for q, k, v in parts], dim=1)
+    of_keys, continued = None, documents.continued
+    if continued is not None:
+        key, value = repeat_continued(key, documents), repeat_continued(value, documents)
+        of_keys = continued.boundaries, continued.longest
     if documents.images is None and _can_use_varlen(query, value, options):
-        return _attend_varlen(query, key, value, documents.boundaries, documents.longest, options)
+        return _attend_varlen(query, key, value, documents.boundaries, documents.longest, options, of_keys)
     mask = documents.masks.get(options.window)
-    if documents.images is None and mask is not None and can_attend_in_blocks(query, value, options):
+    if documents.images is None and mask is not None and continued is None and can_attend_in_blocks(query, value, options):
         return attend_in_blocks(query, key, value, mask, options)
     if documents.boundaries is None:
         return _attend_causally(query, key, value, options, documents.images).transpose(1, 2)
@@ -248,8 +270,19 @@ def attend_from(
         ends = documents.boundaries[seen[0] : seen[-1] + 2].clamp(max=end)  # on the device, which no layer waits for
         of_keys = ends - ends[0], max(keys)
         return _attend_varlen(query, key, value, ends.clamp(min=first) - first, max(queries), options, of_keys)
-    states = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)  # type: ignore[no-untyped-call]
-    return torch.cat([_attend_causally(*each, options).transpose(1, 2) for each in states], dim=1)
+    return _attend_each(query, key, value, queries, keys, options)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer
+def repeat_continued(states: Tensor, documents: RowDocuments) -> Tensor:
+    """Keys or values [1, heads, tokens, size], before each document those of the one that it continues.
+
+    Not by an index, whose gradient a GPU adds up in another order each time.
+    """
+    assert documents.lengths is not None and documents.continued is not None
+    parts = states.split(documents.lengths, 2)  # type: ignore[no-untyped-call]
+    before = ([] if place is None else [parts[place]] for place in documents.continued.places)
+    return torch.cat([each for first, own in zip(before, parts, strict=True) for each in (*first, own)], 2)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as below
@@ -303,18 +336,30 @@ def _attend_varlen(
     return out[..., :value_size].reshape(rows, tokens, heads, value_size)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
 def _attend_each_document(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
     """Causal attention document by document: query [1, heads, tokens, size] -> [1, tokens, heads, size]."""
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
-    states = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
-    images = [None] * len(lengths) if documents.images is None else torch.split(documents.images, lengths, dim=1)
-    attended = [
-        _attend_causally(q, k, v, options, of).transpose(1, 2) for (q, k, v), of in zip(states, images, strict=True)
-    ]
+    keys = lengths if documents.continued is None else documents.continued.lengths
+    return _attend_each(query, key, value, lengths, keys, options, documents.images)
+
+
+def _attend_each(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Sequence[int],
+    keys: Sequence[int],
+    options: ScoreOptions,
+    images: Tensor | None = None,
+) -> Tensor:
+    """As `_attend_each_document`, of documents with so many queries and keys each, the queries the last of its tokens."""
+    states = zip(*(torch.split(*each, dim=2) for each in ((query, queries), (key, keys), (value, keys))), strict=True)
+    of = [None] * len(queries) if images is None else torch.split(images, queries, dim=1)
+    attended = [_attend_causally(*each, options, own).transpose(1, 2) for each, own in zip(states, of, strict=True)]
     return torch.cat(attended, dim=1)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from finetune.rollout.engine import Ended, Engine, Request, Rollout, Sampled, Sa
 from finetune.rollout.rewards import Rewards, Scores
 
 Record = Callable[[list[dict[str, Any]]], None]
+ROWS_OF_RANK = 4  # at least, of which each rank gets as many: longer ones would leave some ranks with much less
 ROLLOUTS = "rollouts.jsonl"  # of a checkpoint: what the steps after it are still to train on
 
 
@@ -43,6 +44,7 @@ class Sampler:
     engine: Engine
     rewards: Rewards
     steps: int  # in the whole run
+    shares_prompts: bool = False  # whether a step computes the prompt of a group once
 
     def roll_out(
         self,
@@ -177,10 +179,9 @@ class Rollouts:
         batch = _pack(rollout, self.sampler)
         mine = []
         for micro_batch, values in zip(batch.micro_batches, score(batch), strict=True):
-            has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
-            of = micro_batch.with_documents().trained_documents
-            assert of is not None
-            mine += [[i, values[has_label & (of == place)].tolist()] for place, i in enumerate(micro_batch.example_ids)]
+            has_label, counts = _count_labels(micro_batch)
+            of_completions = values[has_label].split(counts)
+            mine += [[i, of.tolist()] for i, of in zip(micro_batch.example_ids, of_completions, strict=True)]
         found = {i: values for rank in self.sampler.world.gather(mine) for i, values in rank}
         return [found[i] for i in range(len(rollout.sampled))]
 
@@ -244,25 +245,103 @@ def _pack(rollout: Rollout, sampler: Sampler) -> StepBatch:
     recipe, data_rank = sampler.recipe, sampler.world.data_parallel
     masks = recipe.rollout.mask_truncated_completions
     learned = [not (masks and each.ended is Ended.CUT) for each in rollout.sampled]
-    store = keep_in_memory([_as_tokens(rollout, learned)], SourceStats(files=["completions"]).as_json)
-    examples, _ = cut(store, recipe.data.max_length, "error")
+    rows = _count_rows_together(rollout, sampler)
+    tokens = rows * recipe.data.max_length
+    pieces = list(_cut_groups(rollout, tokens if sampler.shares_prompts else 0))
+    store = keep_in_memory([_as_tokens(rollout, pieces, learned)], SourceStats(files=["completions"]).as_json)
+    examples, _ = cut(store, tokens, "error")
     config = BatchConfig(
-        seed=recipe.run.seed,
-        packing=recipe.data.packing,
-        max_length=recipe.data.max_length,
-        global_batch_size=len(examples),
+        seed=recipe.run.seed, packing=recipe.data.packing, max_length=tokens, global_batch_size=len(examples)
     )
-    size = recipe.batch.per_device_train_batch_size
-    return make_batches(examples, config, data_rank, size, sampler.tokenizer).step_batch(0)
+    size = recipe.batch.per_device_train_batch_size // rows
+    batch = make_batches(examples, config, data_rank, size, sampler.tokenizer).step_batch(0)
+    documents = [_documents_of(piece, rollout) for piece in pieces]
+    return replace(
+        batch,
+        micro_batches=tuple(_separate(each, documents) for each in batch.micro_batches),
+        squared_tokens=sum(one.end**2 - one.first**2 for piece in documents for one in piece),
+        groups=len(rollout.sampled),
+    )
 
 
-def _as_tokens(rollout: Rollout, learned: Sequence[bool]) -> Tokens:
-    ids = [prompt + each.token_ids for prompt, each in zip(rollout.prompts, rollout.sampled, strict=True)]
-    labels, trained = [], []
-    for prompt, whole, is_learned in zip(rollout.prompts, ids, learned, strict=True):
-        completion = whole[len(prompt) :] if is_learned else [IGNORE_INDEX] * (len(whole) - len(prompt))
-        labels.append([IGNORE_INDEX] * (len(prompt) - 1) + completion + [IGNORE_INDEX])
-        trained.append(len(completion) if is_learned else 0)
+def _count_rows_together(rollout: Rollout, sampler: Sampler) -> int:
+    """How many rows of a micro-batch are packed as one, which holds more of a group, so that each rank has some."""
+    if not sampler.shares_prompts:
+        return 1
+    recipe, ranks = sampler.recipe, sampler.world.data_parallel.size
+    tokens, size = sum(len(each.token_ids) for each in rollout.sampled), recipe.batch.per_device_train_batch_size
+    most = tokens // (ROWS_OF_RANK * ranks * recipe.data.max_length)
+    return max(rows for rows in range(1, size + 1) if rows == 1 or (rows <= most and size % rows == 0))
+
+
+def _cut_groups(rollout: Rollout, most: int) -> Iterator[list[int]]:
+    """The completions of each group by places, those together that fit into `most` tokens with their prompt once."""
+    for group in range(0, len(rollout.sampled), rollout.generations):
+        prompt, piece, tokens = len(rollout.prompts[group]), list[int](), 0
+        for place in range(group, group + rollout.generations):
+            own = 1 + len(rollout.sampled[place].token_ids)  # with the prompt's last token, which predicts the first
+            if piece and (prompt == 1 or tokens + own > most):
+                yield piece
+                piece = []
+            tokens = own + (tokens if piece else prompt - 1)
+            piece.append(place)
+        yield piece
+
+
+class Document(NamedTuple):
+    """Tokens of a packed row: a prompt without its last one, what continues it, or all of a prompt and a completion."""
+
+    first: int  # the position of its first token; 0: it continues nothing
+    end: int  # the position after its last
+    completion: int | None  # place in the rollout
+
+
+def _documents_of(piece: Sequence[int], rollout: Rollout) -> list[Document]:
+    prompt, is_shared = len(rollout.prompts[piece[0]]) - 1, len(piece) > 1
+    ends = [prompt + 1 + len(rollout.sampled[place].token_ids) for place in piece]
+    completions = [Document(prompt * is_shared, end, place) for end, place in zip(ends, piece, strict=True)]
+    return [Document(0, prompt, None), *completions] if is_shared else completions
+
+
+def _separate(micro_batch: MicroBatch, pieces: Sequence[Sequence[Document]]) -> MicroBatch:
+    """The micro-batch, whose examples are pieces of groups, with their documents and with completions as examples."""
+    documents = [one for number in micro_batch.example_ids for one in pieces[number]]
+    ids = tuple(one.completion for one in documents if one.completion is not None)
+    is_shared, tokens = len(ids) < len(documents), micro_batch.labels.numel()
+    if is_shared:
+        first, end = np.array([(one.first, one.end) for one in documents]).T
+        if padding := tokens - (end - first).sum():
+            first, end = np.append(first, 0), np.append(end, padding)
+        lengths, places = end - first, np.arange(len(first))
+        starts, of = np.cumsum(lengths) - lengths, np.maximum.accumulate(np.where(first == 0, places, 0))
+        micro_batch = replace(
+            micro_batch,
+            position_ids=torch.from_numpy(np.arange(tokens) - np.repeat(starts - first, lengths))[None],
+            cu_seq_lens=torch.from_numpy(np.append(starts, tokens).astype(np.int32)),
+            packed_lengths=tuple(lengths.tolist()),
+            max_document_length=int(lengths.max()),
+            continued=tuple(int(place) if begins else None for place, begins in zip(of, first, strict=True)),
+        )
+    micro_batch = replace(micro_batch, example_ids=ids).with_documents()
+    if is_shared:
+        number = torch.tensor([one.completion is not None for one in documents]).cumsum(0) - 1
+        micro_batch = replace(micro_batch, trained_documents=number.clamp(min=0)[micro_batch.trained_documents])
+    return micro_batch
+
+
+def _as_tokens(rollout: Rollout, pieces: Sequence[Sequence[int]], learned: Sequence[bool]) -> Tokens:
+    """A document of each piece: its prompt, and each completion from the prompt's last token on."""
+    ids: list[list[int]] = []
+    labels: list[list[int]] = []
+    for piece in pieces:
+        prompt = rollout.prompts[piece[0]]
+        ids.append(prompt[:-1])
+        labels.append([IGNORE_INDEX] * (len(prompt) - 1))
+        for place in piece:
+            completion = rollout.sampled[place].token_ids
+            ids[-1] = ids[-1] + prompt[-1:] + completion
+            labels[-1] = labels[-1] + (completion if learned[place] else [IGNORE_INDEX] * len(completion)) + [IGNORE_INDEX]
+    trained = [sum(label != IGNORE_INDEX for label in of_piece) for of_piece in labels]
     count, nothing = len(ids), np.zeros(0, np.int64)
     zeros = np.zeros(count, np.int64)
     return Tokens(
@@ -304,17 +383,20 @@ def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]
 def _attach(micro_batch: MicroBatch, rollout: Rollout, columns: dict[str, NDArray[np.float32]]) -> MicroBatch:
     """The micro-batch with the sampler's log-probability at each trained position, that in training where it is known,
     and `columns` of its documents."""
-    micro_batch, ids = micro_batch.with_documents(), list(micro_batch.example_ids)
+    ids, (has_label, counts) = list(micro_batch.example_ids), _count_labels(micro_batch)
     of_tokens = {"sampled": [each.log_probabilities for each in rollout.sampled], "old": rollout.old}
     tensors: dict[str, Tensor] = {}
     for name, values in ((name, values) for name, values in of_tokens.items() if values):
-        flat = torch.zeros(micro_batch.labels.numel())
-        width, start = micro_batch.labels.shape[1], 0
-        for place, example_id in enumerate(ids):
-            first = start + len(rollout.prompts[example_id]) - 1
-            flat[first : first + len(values[example_id])] = torch.tensor(values[example_id])
-            start += micro_batch.document_lengths[place] if micro_batch.cu_seq_lens is not None else width
-        tensors[name] = flat[micro_batch.trained_positions]
+        found = [value for i, count in zip(ids, counts, strict=True) for value in values[i][:count]]
+        tensors[name] = torch.zeros(len(has_label)).masked_scatter(has_label, torch.tensor(found))
     tensors |= {name: torch.from_numpy(values[ids]) for name, values in columns.items()}
     of_prompts = tuple(rollout.example_ids[ids].tolist())
     return replace(micro_batch, rollout=tensors, example_ids=of_prompts)
+
+
+def _count_labels(micro_batch: MicroBatch) -> tuple[Tensor, list[int]]:
+    """Which trained positions have a label, in order of the row; how many of each completion."""
+    assert micro_batch.trained_documents is not None
+    has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
+    counts = torch.bincount(micro_batch.trained_documents[has_label], minlength=len(micro_batch.example_ids))
+    return has_label, counts.tolist()

@@ -17,8 +17,10 @@ from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import end_of_answer_ids
+from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.models.attention import can_continue
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.rollout.collect import Rollouts, Sampler
@@ -315,7 +317,10 @@ def make_policy_objectives(
         raise UserError("vllm_server_base_url: the server reads weights from the run's folder; a session saves none")
     else:
         engine = VllmEngine(model, world, recipe, data.tokenizer, stop_ids, folder)
-    sampler = Sampler(recipe, world, data.tokenizer, engine, Rewards(recipe.rollout), data.train.steps)
+    models = [unwrap(each) for each in (model, *([] if teacher is None else [teacher.model]))]
+    shares = recipe.data.packing and not world.any(not all(map(can_continue, models)))
+    rewards = Rewards(recipe.rollout)
+    sampler = Sampler(recipe, world, data.tokenizer, engine, rewards, data.train.steps, shares)
     head, other = partial(head_log_probabilities, temperature=recipe.method.temperature), None
     if teacher is not None:
         other = partial(_of_teacher, teacher, head)
