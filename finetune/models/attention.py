@@ -3,7 +3,8 @@
 After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents + 1], the boundaries of
 the documents in the one packed row), `max_document_length` (int), `packed_lengths` (the tokens of each document, for
 kernels that the host starts for each: it need not ask a GPU) and, where `can_continue` says so, `continued` (the place
-of the document that each continues, or None); without them every row is one document padded on the right. Generation, which passes an attention mask or a cache, runs transformers' SDPA.
+of the document that each continues, or None). Without them every row is one document padded on the right. Generation,
+which passes an attention mask or a cache, runs transformers' SDPA.
 
 Where ranks divide a row's tokens between them, each attends for some of the heads, over the whole row.
 

@@ -7,7 +7,7 @@ through causal SDPA or a plain implementation; the host knows the lengths.
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -48,7 +48,7 @@ class RowDocuments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continued:
-    """Documents that continue others of the row, as completions do their prompt: they see its tokens before their own."""
+    """Documents that continue others of the row, as completions do a prompt, and see its tokens before their own."""
 
     places: tuple[int | None, ...]  # of the document that each continues; None: of none
     lengths: tuple[int, ...]  # tokens that the last token of each sees
@@ -226,7 +226,12 @@ def attend_documents(
     if documents.images is None and _can_use_varlen(query, value, options):
         return _attend_varlen(query, key, value, documents.boundaries, documents.longest, options, of_keys)
     mask = documents.masks.get(options.window)
-    if documents.images is None and mask is not None and continued is None and can_attend_in_blocks(query, value, options):
+    if (
+        documents.images is None
+        and mask is not None
+        and continued is None
+        and can_attend_in_blocks(query, value, options)
+    ):
         return attend_in_blocks(query, key, value, mask, options)
     if documents.boundaries is None:
         return _attend_causally(query, key, value, options, documents.images).transpose(1, 2)
@@ -343,7 +348,7 @@ def _attend_each_document(
     """Causal attention document by document: query [1, heads, tokens, size] -> [1, tokens, heads, size]."""
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
-    keys = lengths if documents.continued is None else documents.continued.lengths
+    keys = lengths if documents.continued is None else list(documents.continued.lengths)
     return _attend_each(query, key, value, lengths, keys, options, documents.images)
 
 
@@ -351,16 +356,16 @@ def _attend_each(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    queries: Sequence[int],
-    keys: Sequence[int],
+    queries: list[int],
+    keys: list[int],
     options: ScoreOptions,
     images: Tensor | None = None,
 ) -> Tensor:
-    """As `_attend_each_document`, of documents with so many queries and keys each, the queries the last of its tokens."""
-    states = zip(*(torch.split(*each, dim=2) for each in ((query, queries), (key, keys), (value, keys))), strict=True)
-    of = [None] * len(queries) if images is None else torch.split(images, queries, dim=1)
-    attended = [_attend_causally(*each, options, own).transpose(1, 2) for each, own in zip(states, of, strict=True)]
-    return torch.cat(attended, dim=1)
+    """As `_attend_each_document`, of documents with so many keys, and queries of the last of their tokens."""
+    states = [torch.split(each, sizes, 2) for each, sizes in ((query, queries), (key, keys), (value, keys))]
+    of = [None] * len(queries) if images is None else torch.split(images, queries, 1)
+    attended = [_attend_causally(q, k, v, options, own) for q, k, v, own in zip(*states, of, strict=True)]
+    return torch.cat([each.transpose(1, 2) for each in attended], dim=1)
 
 
 def _attend_causally(

@@ -180,7 +180,7 @@ class Rollouts:
         mine = []
         for micro_batch, values in zip(batch.micro_batches, score(batch), strict=True):
             has_label, counts = _count_labels(micro_batch)
-            of_completions = values[has_label].split(counts)
+            of_completions = torch.split(values[has_label], counts)
             mine += [[i, of.tolist()] for i, of in zip(micro_batch.example_ids, of_completions, strict=True)]
         found = {i: values for rank in self.sampler.world.gather(mine) for i, values in rank}
         return [found[i] for i in range(len(rollout.sampled))]
@@ -320,6 +320,7 @@ def _separate(micro_batch: MicroBatch, pieces: Sequence[Sequence[Document]]) -> 
             cu_seq_lens=torch.from_numpy(np.append(starts, tokens).astype(np.int32)),
             packed_lengths=tuple(lengths.tolist()),
             max_document_length=int(lengths.max()),
+            document_lengths=tuple(one.end - one.first for one in documents if one.completion is not None),
             continued=tuple(int(place) if begins else None for place, begins in zip(of, first, strict=True)),
         )
     micro_batch = replace(micro_batch, example_ids=ids).with_documents()
@@ -331,16 +332,13 @@ def _separate(micro_batch: MicroBatch, pieces: Sequence[Sequence[Document]]) -> 
 
 def _as_tokens(rollout: Rollout, pieces: Sequence[Sequence[int]], learned: Sequence[bool]) -> Tokens:
     """A document of each piece: its prompt, and each completion from the prompt's last token on."""
-    ids: list[list[int]] = []
-    labels: list[list[int]] = []
+    ids, labels = list[list[int]](), list[list[int]]()
     for piece in pieces:
-        prompt = rollout.prompts[piece[0]]
-        ids.append(prompt[:-1])
-        labels.append([IGNORE_INDEX] * (len(prompt) - 1))
-        for place in piece:
-            completion = rollout.sampled[place].token_ids
-            ids[-1] = ids[-1] + prompt[-1:] + completion
-            labels[-1] = labels[-1] + (completion if learned[place] else [IGNORE_INDEX] * len(completion)) + [IGNORE_INDEX]
+        *prompt, last = rollout.prompts[piece[0]]
+        completions = [rollout.sampled[place].token_ids for place in piece]
+        targets = (c if learned[i] else [IGNORE_INDEX] * len(c) for i, c in zip(piece, completions, strict=True))
+        ids.append([*prompt, *(token for completion in completions for token in (last, *completion))])
+        labels.append([IGNORE_INDEX] * len(prompt) + [label for each in targets for label in (*each, IGNORE_INDEX)])
     trained = [sum(label != IGNORE_INDEX for label in of_piece) for of_piece in labels]
     count, nothing = len(ids), np.zeros(0, np.int64)
     zeros = np.zeros(count, np.int64)

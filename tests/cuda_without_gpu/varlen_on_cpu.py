@@ -64,10 +64,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[tokens, heads, head size] of each -> the attended values, log-sum-exp and random state; the last two are not read."""
     check_operands(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size, *rest)
-    assert int(cu_seq_q.diff().max()) <= max_q == max_k
+    assert int(cu_seq_q.diff().max()) <= max_q and int(cu_seq_k.diff().max()) <= max_k
     out = torch.empty_like(query)
-    for rows, weights in _weights(query, key, cu_seq_q, scale, window_size):
-        out[rows] = (weights @ _repeated(value[rows], query)).transpose(0, 1)
+    for rows, seen, weights in _weights(query, key, cu_seq_q, cu_seq_k, scale, window_size):
+        out[rows] = (weights @ _repeated(value[seen], query)).transpose(0, 1)
     return out, query.new_empty(query.shape[1], len(query), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
 
 
@@ -91,30 +91,31 @@ def _backward(
     """The gradients to query, key and value: Dao et al. 2022 (FlashAttention), appendix B.2."""
     grads = tuple(torch.empty_like(each) for each in (query, key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    for rows, weights in _weights(query, key, cu_seq_q, scale, window_size):
+    for rows, seen, weights in _weights(query, key, cu_seq_q, cu_seq_k, scale, window_size):
         upstream = grad_out[rows].transpose(0, 1)
-        to_weights = upstream @ _repeated(value[rows], query).transpose(1, 2)
+        to_weights = upstream @ _repeated(value[seen], query).transpose(1, 2)
         to_scores = weights * (to_weights - (to_weights * weights).sum(-1, keepdim=True)) * factor
-        grads[0][rows] = (to_scores @ _repeated(key[rows], query)).transpose(0, 1)
+        grads[0][rows] = (to_scores @ _repeated(key[seen], query)).transpose(0, 1)
         of_heads = (to_scores.transpose(1, 2) @ query[rows].transpose(0, 1), weights.transpose(1, 2) @ upstream)
         for grad, each in zip(grads[1:], of_heads, strict=True):
-            grad[rows] = each.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)
+            grad[seen] = each.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)
     return grads
 
 
 def _weights(
-    query: Tensor, key: Tensor, boundaries: Tensor, scale: float | None, window_size: Any
-) -> Iterator[tuple[slice, Tensor]]:
-    """For each document, its rows and its attention weights [heads, tokens, tokens]."""
+    query: Tensor, key: Tensor, of_queries: Tensor, of_keys: Tensor, scale: float | None, window_size: Any
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """For each document its queries, which are the last of its tokens, its keys, and the attention weights [heads, queries, keys]."""
     left, right = window_size
     assert right == 0, "causal attention is expected"
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    for start, end in itertools.pairwise(boundaries.tolist()):
-        rows = slice(start, end)
-        visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
-        visible = visible if left < 0 else visible.triu(-left)
-        scores = query[rows].transpose(0, 1) @ _repeated(key[rows], query).transpose(1, 2) * factor
-        yield rows, scores.masked_fill(~visible, -1e30).softmax(-1)
+    for spans in zip(itertools.pairwise(of_queries.tolist()), itertools.pairwise(of_keys.tolist()), strict=True):
+        rows, seen = (slice(*span) for span in spans)
+        tokens, keys = (end - start for start, end in spans)
+        visible = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
+        visible = visible if left < 0 else visible.triu(keys - tokens - left)
+        scores = query[rows].transpose(0, 1) @ _repeated(key[seen], query).transpose(1, 2) * factor
+        yield rows, seen, scores.masked_fill(~visible, -1e30).softmax(-1)
 
 
 def _repeated(states: Tensor, query: Tensor) -> Tensor:

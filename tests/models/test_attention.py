@@ -18,6 +18,7 @@ from finetune.models import attention_kernels as document_attention
 from finetune.models.attention import NAME, install_attention
 from finetune.models.attention_kernels import RowDocuments, ScoreOptions, attend_documents, attend_from
 from finetune.models.decoder_layers import decoder_layers
+from finetune.models.experts import install_routing
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from tests.conftest import make_tokenizer
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
@@ -286,6 +287,49 @@ def test_values_narrower_than_the_queries_are_padded_for_the_varlen_kernel() -> 
     with torch.no_grad():
         loss = ours(model)(**packed(examples))
     assert abs(loss.item() - true_loss.item()) <= EXACT * true_loss.item()
+
+
+CONTINUING = ["llama", "qwen3", "gemma3_text", "mixtral", "gpt2", "nemotron", "gemma4_text"]
+APART: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},  # a recurrence
+    "gptj": {},  # a mask
+    "gpt_oss": {},  # a mask of blocks on a GPU
+    "llama": LONG_CONTEXT["llama"],
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8},
+    "mixtral": {"router_aux_loss_coef": 0.1, "output_router_logits": True},
+}
+
+
+@pytest.mark.parametrize("kernel", ["each", "varlen"])
+@pytest.mark.parametrize("family", CONTINUING)
+def test_what_continues_a_prompt_has_the_loss_and_gradients_of_both_together(
+    family: str, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    if kernel == "varlen":
+        request.getfixturevalue("varlen_kernel")
+    model, shared = build(family).eval(), 12  # more than a window; GPT-2 has dropout
+    (prompt, _), *others = documents((shared + 1, 9, 21, 1, 5))
+    none = torch.full((shared,), -100)
+    whole = [(torch.cat([prompt[:shared], ids]), torch.cat([none, labels])) for ids, labels in others[:3]]
+    true_loss = plain_loss(model, [*whole, others[3]])
+    true_gradients = gradients(model, true_loss)
+
+    batch = packed([(prompt[:shared], none), *others])
+    batch["position_ids"][:, shared:] += shared * (torch.arange(shared, batch["labels"].shape[1]) < shared + 31)
+    batch |= {"packed_lengths": (shared, 9, 21, 1, 5), "continued": (None, 0, 0, 0, None)}
+    assert attention.can_continue(ours(model))
+    loss = model(**batch)
+    assert abs(loss.item() - true_loss.item()) <= EXACT * true_loss.item()
+    for name, gradient in gradients(model, loss).items():
+        assert relative_error(gradient, true_gradients[name]) < GRADIENT_EXACT, name
+
+
+@pytest.mark.parametrize("family", APART)
+def test_nothing_continues_where_more_than_our_attention_reads_the_tokens_before(family: str) -> None:
+    model = build(family, **APART[family])
+    install_routing(model, None)
+    assert not attention.can_continue(ours(model))
+    assert not attention.can_continue(ours(build("llama"), "sdpa"))
 
 
 @pytest.mark.gpu

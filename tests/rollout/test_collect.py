@@ -1,13 +1,20 @@
 """Which prompts a step samples and trains on, with a sampler whose rewards are given."""
 
+import bisect
+import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from finetune.config.reader import read_recipe
-from finetune.rollout.collect import Rollouts
+from finetune.data.batches import StepBatch
+from finetune.distributed.collective import alone
+from finetune.rollout import collect
+from finetune.rollout.collect import Rollouts, make_step_batch
 from finetune.rollout.engine import Ended, Rollout, Sampled
 
 SIZE, GENERATIONS, EXAMPLES = 4, 2, 40
@@ -75,3 +82,58 @@ def test_each_share_is_trained_on_in_turn_and_then_again(
         steps, lambda i: False, f"num_iterations={iterations}", f"steps_per_generation={shares}"
     )
     assert [rollouts._place_of(step) for step in range(steps)] == expected
+
+
+def read_completions(batches: list[StepBatch], rewards: NDArray[np.float64]) -> dict[int, Any]:
+    """Of each completion the whole text, and at each trained token its position, label and log-probability."""
+    found: dict[int, Any] = {}
+    for one in (micro_batch for batch in batches for micro_batch in batch.micro_batches if micro_batch.example_ids):
+        assert one.cu_seq_lens is not None and one.rollout is not None and one.trained_documents is not None
+        starts = one.cu_seq_lens.tolist()
+        assert one.packed_lengths == tuple(np.diff(starts)) and one.max_document_length == max(one.packed_lengths)
+        texts: list[list[int]] = []
+        for at, (start, end) in enumerate(itertools.pairwise(starts)):
+            before = None if one.continued is None else one.continued[at]
+            texts.append(([] if before is None else texts[before]) + one.input_ids[0, start:end].tolist())
+            assert one.position_ids[0, start:end].tolist() == list(range(len(texts[-1])))[start - end :]
+        for index, reward in enumerate(one.rollout["rewards"].tolist()):
+            is_own = (one.labels[0, one.trained_positions] >= 0) & (one.trained_documents == index)
+            places = one.trained_positions[is_own]
+            text = {bisect.bisect(starts, place) - 1 for place in places.tolist()}
+            values = one.position_ids[0, places], one.labels[0, places], one.rollout["sampled"][is_own]
+            number = int(np.abs(rewards - reward).argmin())
+            found[number] = [texts[at] for at in text], *(each.tolist() for each in values)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "rows", "tokens"), [(1, 1, 111), (2, 4, 111), (1, 4, 77)])
+def test_a_prompt_that_lies_in_a_row_once_is_that_of_all_its_completions(
+    ranks: int, rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts of 9, 1 and 14 tokens; the second is nothing to share."""
+    monkeypatch.setattr(collect, "ROWS_OF_RANK", 1)
+    drawn = np.random.default_rng(0)
+    keys = ["method=grpo", "rewards=[length]", "num_generations=4", "max_completion_length=7", "max_length=21"]
+    keys += [f"per_device_train_batch_size={rows}", "mask_truncated_completions=true", "model_name_or_path=a/b"]
+    recipe = read_recipe(None, [*keys, "datasets=[{path: a/b}]"])
+    prompts = [prompt for length in (9, 1, 14) for prompt in [drawn.integers(1, 99, length).tolist()] * 4]
+    sampled = []
+    for length in drawn.integers(1, 7, len(prompts)).tolist():
+        ended = Ended.CUT if len(sampled) == 2 else Ended.STOPPED
+        sampled.append(Sampled(drawn.integers(1, 99, length).tolist(), (-drawn.random(length)).tolist(), 0.5, ended))
+    rewards = drawn.random(len(prompts))
+    rollout = Rollout(np.repeat([5, 6, 7], 4), prompts, sampled, rewards[:, None], rewards, 0, 4, 3, 0)
+
+    def lay_out(*, shares: bool) -> list[StepBatch]:
+        worlds = [SimpleNamespace(data_parallel=replace(alone(), rank=rank, size=ranks)) for rank in range(ranks)]
+        parts: Any = {"recipe": recipe, "tokenizer": None, "shares_prompts": shares}
+        return [make_step_batch(rollout, SimpleNamespace(world=world, **parts)) for world in worlds]  # type: ignore[arg-type]
+
+    shared, apart = lay_out(shares=True), lay_out(shares=False)
+    found, truth = read_completions(shared, rewards), read_completions(apart, rewards)
+    assert found == truth and sorted(found) == list(range(12)) and found[2] == ([], [], [], [])
+    assert all(found[i][0] == [prompts[i] + sampled[i].token_ids] for i in range(12) if i != 2)
+    assert shared[0].groups == apart[0].groups == 12 and shared[0].trained_tokens == apart[0].trained_tokens
+    lengths = [len(prompt) + len(each.token_ids) for prompt, each in zip(prompts, sampled, strict=True)]
+    assert apart[0].tokens == sum(lengths) and apart[0].squared_tokens == sum(length**2 for length in lengths)
+    assert shared[0].tokens == tokens < apart[0].tokens and shared[0].squared_tokens < apart[0].squared_tokens

@@ -58,12 +58,15 @@ MODES: dict[str, dict[str, Any]] = {
     "dynamic": {"seed": 7, "rewards": ["my_rewards.py:rare"], "reward_weights": [1.0], "max_num_gen_batches": 9},
     "taught": {"method": "on_policy_distill", "teacher_model_name_or_path": "teacher", "num_generations": GENERATIONS},
 }
+SHARING = ["packed", "reference", "adapters", "taught"]  # the prompt between the completions of a group
+MODES |= {f"{mode}-apart": MODES[mode] | {"packing": False} for mode in SHARING}
 EVERY = [
     (1, "single", "packed"),
     (2, "ddp", "packed"),
     (2, "full_shard", "packed"),
     (2, "tp", "packed"),
     (1, "single", "padded"),
+    (1, "single", "packed-apart"),
     (1, "single", "dynamic"),
     (2, "full_shard", "padded"),
     (2, "full_shard", "dynamic"),
@@ -74,8 +77,9 @@ EVERY = [
         for mode in ("reference", "adapters", "taught")
         for ranks, layout in ((1, "single"), (2, "full_shard"))
     ),
+    *((1, "single", f"{mode}-apart") for mode in SHARING[1:]),
 ]
-QUICK = EVERY[:7]
+QUICK = EVERY[:8]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +146,11 @@ def slow_ranks(cases: list[tuple[int, str, str]]) -> list[Any]:
 def test_every_layout_samples_the_same_tokens_and_has_the_same_losses(
     ranks: int, layout: str, mode: str, runs: Callable[..., Path]
 ) -> None:
-    one, run = runs(1, "single", mode), runs(ranks, layout, mode)
+    """Also where each completion is read with a prompt of its own."""
+    one, run = runs(1, "single", mode.removesuffix("-apart")), runs(ranks, layout, mode)
+    if mode.endswith("-apart"):
+        tokens = [steps_of(each)[-1]["tokens"] for each in (one, run)]
+        assert tokens[0] < 0.75 * tokens[1]
     mine, theirs = lines_of(run), lines_of(one)
     assert len(mine) == STEPS * PROMPTS * GENERATIONS
     assert [line["token_ids"] for line in mine] == [line["token_ids"] for line in theirs]
