@@ -18,7 +18,7 @@ from finetune.models import attention_kernels as document_attention
 from finetune.models.attention import NAME, install_attention
 from finetune.models.attention_kernels import RowDocuments, ScoreOptions, attend_documents, attend_from
 from finetune.models.decoder_layers import decoder_layers
-from finetune.models.experts import install_routing
+from finetune.models.routing import install_routing
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from tests.conftest import make_tokenizer
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from finetune.config.reader import read_recipe
 from finetune.data.batches import StepBatch
-from finetune.distributed.collective import alone
+from finetune.distributed.world import alone
 from finetune.rollout import collect
 from finetune.rollout.collect import Rollouts, make_step_batch
 from finetune.rollout.engine import Ended, Rollout, Sampled

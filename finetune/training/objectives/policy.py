@@ -17,7 +17,7 @@ from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import end_of_answer_ids
-from finetune.distributed.parallelize import unwrap
+from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.attention import can_continue
