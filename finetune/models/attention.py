@@ -12,15 +12,18 @@ On a CPU attention runs in float32: torch's bf16 backward there is half as fast,
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
+from finetune.config.compatibility import FLASH_GPUS
 from finetune.config.facts import attends_by_mask
 from finetune.config.families import find_family
 from finetune.config.layout import divides_heads
@@ -33,12 +36,9 @@ from finetune.distributed.sequence_parallel import (
 )
 from finetune.errors import UserError
 from finetune.models.attention_kernels import (
-    FLASH_PACKAGES,
     Continued,
     RowDocuments,
     ScoreOptions,
-    activate_fastest_kernels,
-    activate_flash_kernels,
     attend_documents,
     attend_from,
     attend_with_mask,
@@ -297,3 +297,37 @@ def _attend_across_ranks(
     if options.sinks is not None:
         options = options._replace(sinks=take_heads(options.sinks, group))
     return trade_heads_for_tokens(attend_documents(query, key, value, documents, options).to(dtype), group)
+
+
+# A recipe's name -> the module of its package, torch's name for it.
+FLASH_PACKAGES = {"flash_attention_3": ("flash_attn_interface", "FA3"), "flash_attention_4": ("flash_attn.cute", "FA4")}
+
+
+def activate_fastest_kernels() -> None:
+    """FlashAttention 3 or 4 if installed and run by this GPU; torch's own 2 for deterministic runs, and otherwise."""
+    if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
+        return
+    major, _ = torch.cuda.get_device_capability()
+    for name in FLASH_PACKAGES:
+        with suppress(UserError):
+            if major in FLASH_GPUS[name] and activate_flash_kernels(name):
+                return
+
+
+def activate_flash_kernels(implementation: str) -> bool:
+    """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own switch; False where
+    FlashAttention 3 is not installed, since transformers finds kernels of it on the hub.
+
+    Raises `UserError` where FlashAttention 4 is not installed.
+    """
+    package, name = FLASH_PACKAGES[implementation]
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:
+        if implementation == "flash_attention_3":
+            return False
+        raise UserError(
+            f"attn_implementation: {implementation} needs the package that has {package} ({error}); install "
+            "it, or leave the key out"
+        ) from error
+    return True

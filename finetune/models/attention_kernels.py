@@ -8,7 +8,6 @@ through causal SDPA or a plain implementation; the host knows the lengths.
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -17,14 +16,11 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from finetune.config.compatibility import FLASH_GPUS
 from finetune.config.facts import has_compiler
 from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD
-from finetune.errors import UserError
 from finetune.models.decoder_layers import configure_compiler
 
 
@@ -436,37 +432,3 @@ def attend_with_mask(
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         mask = mask.tril(key.shape[2] - query.shape[2])
     return _attend_unfused(query, key, value, mask, options).transpose(1, 2).contiguous()
-
-
-# A recipe's name -> the module of its package, torch's name for it.
-FLASH_PACKAGES = {"flash_attention_3": ("flash_attn_interface", "FA3"), "flash_attention_4": ("flash_attn.cute", "FA4")}
-
-
-def activate_fastest_kernels() -> None:
-    """FlashAttention 3 or 4 if installed and run by this GPU; torch's own 2 for deterministic runs, and otherwise."""
-    if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
-        return
-    major, _ = torch.cuda.get_device_capability()
-    for name in FLASH_PACKAGES:
-        with suppress(UserError):
-            if major in FLASH_GPUS[name] and activate_flash_kernels(name):
-                return
-
-
-def activate_flash_kernels(implementation: str) -> bool:
-    """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own switch; False where
-    FlashAttention 3 is not installed, since transformers finds kernels of it on the hub.
-
-    Raises `UserError` where FlashAttention 4 is not installed.
-    """
-    package, name = FLASH_PACKAGES[implementation]
-    try:
-        activate_flash_attention_impl(name)
-    except (ImportError, RuntimeError) as error:
-        if implementation == "flash_attention_3":
-            return False
-        raise UserError(
-            f"attn_implementation: {implementation} needs the package that has {package} ({error}); install "
-            "it, or leave the key out"
-        ) from error
-    return True
