@@ -138,7 +138,11 @@ def choose_max_length(data: DataSummary, positions: int | None) -> int:
 def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> str:
     """The whole text. `file`: its name, for the commands in its first lines."""
     keys = fit.keys
-    steps = keys["num_train_epochs"] * data.rows * data.mean_tokens / keys["max_length"] / keys["global_batch_size"]
+    samples = METHODS[keys.get("method", DEFAULT_METHOD)].samples
+    rows, found = ("prompts", "reward") if samples else ("rows", "loss")
+    worse = "falls" if samples else "rises"
+    packed_rows = data.rows if samples else data.rows * data.mean_tokens / keys["max_length"]
+    steps = keys["num_train_epochs"] * packed_rows / keys["global_batch_size"]
     every = max(1, round(steps / 10, -1 if steps > 200 else 0))
     lines = [
         *_head(data, fit, hardware, file),
@@ -148,19 +152,19 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         *_trained(fit),
         "",
         *_datasets(data),
-        *([_line("eval_split_size", keys["eval_split_size"], "rows that are not trained on: their loss shows what was learned")] if "eval_split_size" in keys else []),  # noqa: E501
+        *([_line("eval_split_size", keys["eval_split_size"], f"rows that are not trained on: their {found} shows what was learned")] if "eval_split_size" in keys else []),  # noqa: E501
         "",
-        _line("max_length", keys["max_length"], _about_length(data, keys["max_length"])),
-        _line("global_batch_size", keys["global_batch_size"], "rows in a step, over all GPUs"),
+        _line("max_length", keys["max_length"], _about_length(data, keys["max_length"], samples=samples)),
+        _line("global_batch_size", keys["global_batch_size"], f"{rows} in a step, over all GPUs"),
         _line("per_device_train_batch_size", keys["per_device_train_batch_size"], "rows at once on a GPU: more are faster, and take memory"),  # noqa: E501
-        _line("num_train_epochs", keys["num_train_epochs"], "watch the held-out loss: fewer, where it rises"),
+        _line("num_train_epochs", keys["num_train_epochs"], f"watch the held-out {found}: fewer, where it {worse}"),
         *_advised(fit),
         "",
         _line("learning_rate", keys["learning_rate"], "for all parameters of a trained model" if fit.trained == "full" else "adapters take ten times the rate of full fine-tuning and more"),  # noqa: E501
         _line("warmup_ratio", 0.03),
         "",
         _line("logging_steps", max(1, min(10, int(every) // 5))),
-        *([_line("eval_steps", int(every), "steps between two held-out losses")] if "eval_split_size" in keys else []),
+        *([_line("eval_steps", int(every), f"steps between two measurements of that {found}")] if "eval_split_size" in keys else []),  # noqa: E501
         _line("save_steps", int(every), "steps between two checkpoints; the newest two are kept"),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -225,7 +229,9 @@ def _datasets(data: DataSummary) -> Iterator[str]:
         yield f"    # recognized as {data.format}: {RENDERINGS[data.format].says}"
 
 
-def _about_length(data: DataSummary, max_length: int) -> str:
+def _about_length(data: DataSummary, max_length: int, *, samples: bool) -> str:
+    if samples:
+        return "tokens of a prompt with its completion; longer prompts are dropped, and counted"
     if data.format == "text":
         return "tokens in a row; longer texts are split"
     if data.longest_tokens > max_length:

@@ -252,9 +252,12 @@ def _ratios_line(folder: Path) -> list[str]:
         return []
     names = ("ratio/outside", "log_ratio/mean_square", "ratio/effective_sample_size")
     outside, square, size = (sum(line.get(name, math.nan) for line in lines) / len(lines) for name in names)
+    flat = all(line.get("frac_reward_zero_std") == 1 and line.get("grad_norm") == 0 for line in lines)
+    warning = "warning all completions of each prompt got the same reward: nothing was learned from them"
     return [
+        *[f"{warning}; take other prompts or rewards, or more num_generations"] * flat,
         f"ratios  of training to sampling: {outside:.2%} of the tokens outside the bounds, mean squared log-ratio "
-        f"{square:.2g}, effective sample size {size:.1%}"
+        f"{square:.2g}, effective sample size {size:.1%}",
     ]
 
 

@@ -122,6 +122,12 @@ def test_every_method_has_a_first_recipe(
     init("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "40G", *given)
     found = to_dict(read_recipe(str(tmp_path / "r.yaml")))
     assert {key: found[key] for key in expected} == expected
+    words = (
+        "their reward shows|prompts in a step"
+        if expected.get("method") == "grpo"
+        else "their loss shows|rows in a step"
+    )
+    assert all(word in (tmp_path / "r.yaml").read_text() for word in words.split("|"))
 
 
 def test_a_sample_of_the_rows_is_checked_as_inspect_does(

@@ -341,6 +341,13 @@ def test_later_updates_on_the_same_completions_are_those_of_a_plain_loop(again: 
     )
 
 
+def test_a_run_whose_rewards_never_differ_says_that_it_learned_nothing(again: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(line | {'frac_reward_zero_std': 1.0, 'grad_norm': 0.0})}\n" for line in steps_of(again))
+    )
+    assert "nothing was learned" in last_screen(tmp_path, 3)[0]
+
+
 def test_inspect_reads_the_completions_of_a_checkpoint(again: Path, recipes: dict[str, Path]) -> None:
     stored = again / "checkpoints" / "step-00000002" / "rollouts.jsonl"
     command = ["-m", "finetune", "inspect", str(stored), "--model", str(recipes["packed"].parent / "model"), "--json"]
