@@ -13,9 +13,8 @@ from typing import Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from finetune.config.keys import Key, keys_of
-from finetune.config.other_tools import TOOLS, TRL_ONLINE, Counterpart
+from finetune.config.other_tools import ENTRY_KEYS, TOOLS, TRL_ONLINE, Counterpart
 from finetune.config.schema import SECTIONS, DatasetSource, recipe_keys
-from finetune.convert.dataset_keys import ENTRY_KEYS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

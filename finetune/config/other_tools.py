@@ -626,6 +626,110 @@ TOOLS: Mapping[Tool, tuple[Counterpart, ...]] = {
     "Automodel": AUTOMODEL,
 }
 
+# Of a data set, one of several in a file.
+ALPACA_PROMPT = (
+    "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is read by a chat template"
+)
+ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
+FILES = "an entry for each file; the files of a hub data set cannot be picked"
+COLUMNS = "columns are recognized, or named with prompt_column, messages_column, ..."
+TURNS = "turns are read from role or from, and content or value"
+ROLES = "user, assistant, system and tool are known, human, gpt, function_call and observation too"
+TRAINED = "the assistant's turns are trained, each with its end token; assistant_only_loss: false trains every turn"
+PAIR = "only a prompt and a completion column can be named; type alpaca reads instruction, input and output"
+PREFERENCE = (
+    "chosen_column, rejected_column and label_column under stage: dpo and kto; under sft completion_column: "
+    "chosen trains on "
+    "the chosen answers alone, and on_bad_row: skip drops rows that are labeled false"
+)
+SLICE = "a split slice, such as split: train[:1000]"
+FOLDER = "path takes a file, glob, folder or hub name"
+SYSTEM = "system turns are read from the rows"
+ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
+    "TRL": (
+        Counterpart("data_files", "path", FILES),
+        *without_counterpart(FOLDER, "data_dir"),
+        *without_counterpart(COLUMNS, "columns"),
+    ),
+    "Axolotl": (
+        Counterpart("data_files", "path", FILES),
+        Counterpart("type", "type", "else the rows' format is recognized from the columns"),
+        Counterpart("field_messages", "messages_column"),
+        Counterpart("field_instruction", "prompt_column", "of type alpaca, and in a type that names columns"),
+        Counterpart("field_output", "completion_column", "of type alpaca, and in a type that names columns"),
+        Counterpart("field", "text_column", "of type completion"),
+        Counterpart("field_chosen", "chosen_column"),
+        Counterpart("field_rejected", "rejected_column"),
+        *without_counterpart(TRAINED, "roles_to_train", "train_on_eos", "train_on_eot", "message_field_training",
+               "message_field_training_detail"),
+        *without_counterpart(TURNS, "message_field_role", "message_field_content", "message_property_mappings"),
+        *without_counterpart(ROLES, "roles"),
+        *without_counterpart(PAIR, "field_input", "field_system", "system_prompt", "system_format", "format",
+            "no_input_format"),
+        *without_counterpart(SYSTEM, "drop_system_message"),
+        *without_counterpart("chat_template is one for all datasets", "chat_template", "chat_template_jinja"),
+        *without_counterpart("the kind of file follows from its name", "ds_type"),
+        *without_counterpart(FOLDER, "data_dir"),
+        *without_counterpart(SLICE, "shards", "shards_idx", "preprocess_shards"),
+        *without_counterpart("not supported", "revision", "trust_remote_code", "split_thinking", "field_tools"),
+    ),
+    "LLaMA-Factory": (
+        Counterpart("file_name", "path"),
+        Counterpart("hf_hub_url", "path"),
+        Counterpart("subset", "name"),
+        Counterpart("formatting", "type"),
+        Counterpart("columns.messages", "messages_column"),
+        Counterpart("columns.prompt", "prompt_column"),
+        Counterpart("columns.response", "completion_column"),
+        *without_counterpart(TURNS, "tags.role_tag", "tags.content_tag"),
+        *without_counterpart(ROLES, "tags.user_tag", "tags.assistant_tag", "tags.observation_tag", "tags.function_tag",
+               "tags.system_tag"),
+        *without_counterpart(PREFERENCE, "ranking", "columns.chosen", "columns.rejected", "columns.kto_tag"),
+        *without_counterpart(PAIR, "columns.query"),
+        *without_counterpart("type alpaca reads the column of that name", "columns.history"),
+        *without_counterpart("types sharegpt and alpaca read the column of that name", "columns.system",
+            "columns.tools"),
+        Counterpart("columns.images", None, "images are read from the column images or image; rename it"),
+        *unsupported("video", "columns.videos"),
+        *unsupported("audio", "columns.audios"),
+        Counterpart("num_samples", "max_samples", "drawn by the seed"),
+        *without_counterpart(FOLDER, "folder", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
+    ),
+    "torchtune": (
+        Counterpart("source", "path"),
+        Counterpart("data_files", "path", FILES),
+        Counterpart("column", "text_column", "of text_completion_dataset"),
+        Counterpart("conversation_column", "messages_column"),
+        Counterpart("column_map.input", "prompt_column",
+            "of instruct_dataset; alpaca_dataset has instruction for it, and its input column is not read"),
+        Counterpart("column_map.output", "completion_column", "of instruct_dataset and alpaca_dataset"),
+        Counterpart("column_map.chosen", "chosen_column", "of preference_dataset"),
+        Counterpart("column_map.rejected", "rejected_column", "of preference_dataset"),
+        *without_counterpart("the rows' format is recognized from the columns", "_component_", "conversation_style"),
+        *without_counterpart(PAIR, "column_map"),
+        *without_counterpart("packing and assistant_only_loss are for all datasets", "packed", "train_on_input"),
+        *without_counterpart(
+               "documents are never split by packing; overlength: split is for those longer than max_length",
+               "split_across_pack"),
+        *without_counterpart(SYSTEM, "new_system_prompt"),
+        *without_counterpart(FOLDER, "data_dir"),
+        *without_counterpart("not supported", "filter_fn", "filter_kwargs", "image_dir", "image_tag", "add_eos"),
+    ),
+    "Automodel": (
+        Counterpart("path_or_dataset_id", "path"),
+        Counterpart("path_or_dataset", "path"),
+        Counterpart("dataset_name", "path"),
+        Counterpart("column_mapping.question", "prompt_column", "of ColumnMappedTextInstructionDataset"),
+        Counterpart("column_mapping.answer", "completion_column", "of ColumnMappedTextInstructionDataset"),
+        Counterpart("limit_dataset_samples", "split", "a slice, such as split: train[:1000]"),
+        Counterpart("num_samples_limit", "split", "a slice, such as split: train[:1000]"),
+        Counterpart("chat_template", "chat_template", "one for all datasets"),
+        *without_counterpart("rows are drawn in an order of seed", "shuffle_seed"),
+        *without_counterpart("the answer is what is trained on", "mask_reasoning_content"),
+        *without_counterpart(PAIR, "column_mapping.context"),
+    ),
+}  # fmt: skip
+
 # Each tool's defaults in our keys; written out where ours differ. warmup_steps: None means that warmup_ratio decides.
 TRAINER = {
     "num_train_epochs": 3.0,

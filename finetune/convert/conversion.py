@@ -34,6 +34,7 @@ from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.datasets import add_sources
 from finetune.convert.model_names import (
     BITSANDBYTES_MODEL,
+    adapt_model,
     add_tokenizers_turns,
     find_images,
     guess_family,
@@ -176,6 +177,7 @@ def convert_file(source: Path) -> Conversion:
     rate_first = sorted(_walk(theirs, known), key=lambda item: item[0].rsplit(".", 1)[-1] not in RATES)
     for key, value in rate_first:
         _convert_key(key, value, known, found)
+    adapt_model(theirs, found)
     adapt_tool(theirs, text, found)
     adapt_rounding(theirs, found)
     report_classes(theirs, found)

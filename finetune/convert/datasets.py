@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.keys import keys_of
-from finetune.config.other_tools import Tool
+from finetune.config.other_tools import ALPACA_PROMPT, ALPACA_STYLE, Tool
 from finetune.config.schema import DatasetSource
-from finetune.convert.dataset_keys import (
-    ALPACA_PROMPT,
-    ALPACA_STYLE,
+from finetune.convert.model_names import guess_vision_family
+from finetune.convert.rules import (
     BUILDERS,
+    Conversion,
     Sources,
     TheirEntry,
     compares_answers,
@@ -18,10 +18,10 @@ from finetune.convert.dataset_keys import (
     list_entries,
     make_sources,
     read_each,
+    read_section,
+    shorten,
     take_first_rows,
 )
-from finetune.convert.model_names import guess_vision_family
-from finetune.convert.rules import Conversion, read_section, shorten
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.config.facts import find_linear_layers, has_fused_experts
 from finetune.config.families import IMAGE_FAMILIES, find_family
-from finetune.config.other_tools import ADAPTED_HEAD, Counterpart, Tool
+from finetune.config.other_tools import ADAPTED_HEAD, TOKEN_NAMES, Counterpart, Tool
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
 from finetune.convert.rules import Conversion, convert_names, read_section, shorten
@@ -322,3 +322,101 @@ def compare_turns(key: str, value: str, found: Conversion) -> None:
         found.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")
     if found.tool == "LLaMA-Factory" and name in TRIMMED:
         found.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
+
+
+WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
+# Decoder layers of models whose last ones a file may name, by the models' names.
+LAYERS = {
+    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32, r"llama-?2-13b": 40, r"llama-?3\S*70b|llama-?2-70b": 80,
+    r"llama-?3\.2-1b": 16, r"llama-?3\.2-3b": 28, r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
+    r"qwen3-(4|8)b": 36,
+}  # fmt: skip
+TRAINED_TOWER = (
+    "the vision tower and the projector are trained too there, frozen here; trainable_modules: [visual] trains them "
+    "alone"
+)
+IMAGE_LABELS = (
+    "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
+)
+CHATML = "<|im_end|>"
+
+
+def adapt_model(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """Adds to `found` what several keys together say of the model: its tokens, what is frozen of it, and its images."""
+    _adapt_tokens(theirs, found)
+    _adapt_frozen(theirs, found)
+    _adapt_images(theirs, found)
+
+
+def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """Tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without adapters."""
+    section = read_section(theirs, "special_tokens")
+    special = {name: section.get(name) for name in TOKEN_NAMES}
+    special |= {"eos_token": theirs["eos_token"]} if found.tool == "TRL" and "eos_token" in theirs else {}
+    if found.recipe.get("use_peft") or theirs.get("adapter") or theirs.get("finetuning_type") == "lora":
+        found.ignored += ["special_tokens.pad_token"] if special.pop("pad_token") else []  # padding is not trained on
+    if named := {name: str(token) for name, token in special.items() if token}:
+        found.recipe["special_tokens"] = named
+    keys = {"Axolotl": ("tokens",), "LLaMA-Factory": ("add_tokens", "add_special_tokens")}.get(found.tool, ())
+    given = [theirs.get(key) for key in keys] + [section.get("additional_special_tokens")]
+    added = [name for value in given if value for name in convert_names(value) or ()]
+    if added:
+        found.recipe["added_tokens"] = list(dict.fromkeys(added))
+    if found.tool == "TRL" and CHATML in str(theirs.get("chat_template")):  # by its setup_chat_format
+        found.recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
+        found.recipe["special_tokens"] = {"eos_token": CHATML} | found.recipe.get("special_tokens", {})
+    if found.tool == "Axolotl" and theirs.get("resize_token_embeddings_to_32x"):
+        found.recipe["pad_vocab_to_multiple_of"] = 32
+
+
+def _adapt_frozen(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """What is trained of a model in full: LLaMA-Factory's layers by their numbers, and names of a model with images."""
+    patterns = found.recipe.get("trainable_modules")
+    if patterns and (found.recipe.get("use_peft") or any(re.search(WHOLE_TEXT_MODEL, str(name)) for name in patterns)):
+        del found.recipe["trainable_modules"]  # LoRA freezes all there too; else all that is loaded here is named
+        found.remarks.append(
+            "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it by itself"
+        )
+    if theirs.get("finetuning_type") != "freeze" or found.tool != "LLaMA-Factory":
+        return
+    layers = theirs.get("freeze_trainable_layers", 2)
+    modules = convert_names(theirs.get("freeze_trainable_modules", "all")) or []
+    found.recipe["use_peft"] = False
+    if not isinstance(layers, int) or layers > 0:  # the last ones, whose numbers hang on the model
+        name = str(theirs.get("model_name_or_path")).lower()
+        depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
+        if depth is None or not isinstance(layers, int):
+            note = f"trainable_modules: name the last {layers} layers, as in layers.(30|31)"
+            found.to_do.append(f"freeze_trainable_layers: {layers}: {note}")
+            return
+        numbers = range(depth - layers, depth)
+    else:
+        numbers = range(-layers)
+    inner = "" if "all" in modules else rf"\.({'|'.join(modules)})"
+    extra = convert_names(theirs.get("freeze_extra_modules")) or []
+    found.recipe["trainable_modules"] = [f"layers.({'|'.join(map(str, numbers))}){inner}", *extra]
+
+
+def _adapt_images(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """What a tool trains of a vision-language model beside the language model, which is trained alone here."""
+    if found.images is None:
+        return
+    frozen = {"LLaMA-Factory": theirs, "Automodel": read_section(theirs, "freeze_config")}.get(found.tool, {})
+    for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_audio_tower"):
+        if frozen.get(key) is False:
+            found.add_difference(key, False, TRAINED_TOWER)
+    if frozen.get("freeze_language_model"):
+        found.add_difference(
+            "freeze_language_model", True, "trained here; trainable_modules: [visual] trains the tower"
+        )
+    if found.tool == "Automodel" and frozen.get("freeze_embeddings") and not found.recipe.get("use_peft"):
+        found.add_difference("freeze_embeddings", True, "the embedding is trained here, in full fine-tuning")
+    if found.tool != "Axolotl":
+        return
+    targets = "all-linear" if theirs.get("lora_target_linear") else theirs.get("lora_target_modules")
+    if not theirs.get("adapter"):
+        found.add_difference("adapter", None, TRAINED_TOWER)
+    elif "language_model" not in str(targets):
+        found.add_difference("lora_target_modules", targets, "layers of the vision tower by these names too there")
+    if "train_on_inputs" not in theirs:
+        found.add_difference("processor_type", theirs.get("processor_type"), IMAGE_LABELS)

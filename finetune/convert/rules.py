@@ -1,36 +1,24 @@
-"""How a value of another tool becomes one of ours, kind by kind."""
+"""How a file of another tool becomes ours: values kind by kind, several keys together, entries of data sets."""
 
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
+from finetune.config.methods import METHODS
 from finetune.config.optimization import OPTIMIZERS, convert_optimizer
-from finetune.config.other_tools import NF4_OF_TORCHAO, TOKEN_NAMES, Counterpart, Tool
+from finetune.config.other_tools import ENTRY_KEYS, NF4_OF_TORCHAO, Counterpart, Tool
 from finetune.config.quantization import QLORA
 from finetune.config.schema import recipe_keys
+from finetune.errors import UserError
 
-WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
-# Decoder layers of models whose last ones a file may name, by the models' names.
-LAYERS = {
-    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32, r"llama-?2-13b": 40, r"llama-?3\S*70b|llama-?2-70b": 80,
-    r"llama-?3\.2-1b": 16, r"llama-?3\.2-3b": 28, r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
-    r"qwen3-(4|8)b": 36,
-}  # fmt: skip
-TRAINED_TOWER = (
-    "the vision tower and the projector are trained too there, frozen here; trainable_modules: [visual] trains them "
-    "alone"
-)
-IMAGE_LABELS = (
-    "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
-)
 DIONS_MUON = (
     "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov "
     "momentum"
 )
-CHATML = "<|im_end|>"
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 
 
@@ -68,89 +56,12 @@ def shorten(value: Any) -> str:
 
 def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     """Adds to `found` what only several keys of `theirs` together determine; `text` is the file with its comments."""
-    _adapt_tokens(theirs, found)
-    _adapt_frozen(theirs, found)
-    _adapt_images(theirs, found)
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
     if found.tool in rules:
         rules[found.tool](theirs, text, found)
     decays_all = found.tool in ("torchtune", "Automodel") or theirs.get("use_muon")
     if decays_all and not found.recipe.get("use_peft") and found.recipe.get("weight_decay"):
         found.remarks.append("weight_decay: norms and biases are decayed too there, matrices alone here")
-
-
-def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """Tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without adapters."""
-    section = read_section(theirs, "special_tokens")
-    special = {name: section.get(name) for name in TOKEN_NAMES}
-    special |= {"eos_token": theirs["eos_token"]} if found.tool == "TRL" and "eos_token" in theirs else {}
-    if found.recipe.get("use_peft") or theirs.get("adapter") or theirs.get("finetuning_type") == "lora":
-        found.ignored += ["special_tokens.pad_token"] if special.pop("pad_token") else []  # padding is not trained on
-    if named := {name: str(token) for name, token in special.items() if token}:
-        found.recipe["special_tokens"] = named
-    keys = {"Axolotl": ("tokens",), "LLaMA-Factory": ("add_tokens", "add_special_tokens")}.get(found.tool, ())
-    given = [theirs.get(key) for key in keys] + [section.get("additional_special_tokens")]
-    added = [name for value in given if value for name in convert_names(value) or ()]
-    if added:
-        found.recipe["added_tokens"] = list(dict.fromkeys(added))
-    if found.tool == "TRL" and CHATML in str(theirs.get("chat_template")):  # by its setup_chat_format
-        found.recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
-        found.recipe["special_tokens"] = {"eos_token": CHATML} | found.recipe.get("special_tokens", {})
-    if found.tool == "Axolotl" and theirs.get("resize_token_embeddings_to_32x"):
-        found.recipe["pad_vocab_to_multiple_of"] = 32
-
-
-def _adapt_frozen(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """What is trained of a model in full: LLaMA-Factory's layers by their numbers, and names of a model with images."""
-    patterns = found.recipe.get("trainable_modules")
-    if patterns and (found.recipe.get("use_peft") or any(re.search(WHOLE_TEXT_MODEL, str(name)) for name in patterns)):
-        del found.recipe["trainable_modules"]  # LoRA freezes all there too; else all that is loaded here is named
-        found.remarks.append(
-            "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it by itself"
-        )
-    if theirs.get("finetuning_type") != "freeze" or found.tool != "LLaMA-Factory":
-        return
-    layers = theirs.get("freeze_trainable_layers", 2)
-    modules = convert_names(theirs.get("freeze_trainable_modules", "all")) or []
-    found.recipe["use_peft"] = False
-    if not isinstance(layers, int) or layers > 0:  # the last ones, whose numbers hang on the model
-        name = str(theirs.get("model_name_or_path")).lower()
-        depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
-        if depth is None or not isinstance(layers, int):
-            note = f"trainable_modules: name the last {layers} layers, as in layers.(30|31)"
-            found.to_do.append(f"freeze_trainable_layers: {layers}: {note}")
-            return
-        numbers = range(depth - layers, depth)
-    else:
-        numbers = range(-layers)
-    inner = "" if "all" in modules else rf"\.({'|'.join(modules)})"
-    extra = convert_names(theirs.get("freeze_extra_modules")) or []
-    found.recipe["trainable_modules"] = [f"layers.({'|'.join(map(str, numbers))}){inner}", *extra]
-
-
-def _adapt_images(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """What a tool trains of a vision-language model beside the language model, which is trained alone here."""
-    if found.images is None:
-        return
-    frozen = {"LLaMA-Factory": theirs, "Automodel": read_section(theirs, "freeze_config")}.get(found.tool, {})
-    for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_audio_tower"):
-        if frozen.get(key) is False:
-            found.add_difference(key, False, TRAINED_TOWER)
-    if frozen.get("freeze_language_model"):
-        found.add_difference(
-            "freeze_language_model", True, "trained here; trainable_modules: [visual] trains the tower"
-        )
-    if found.tool == "Automodel" and frozen.get("freeze_embeddings") and not found.recipe.get("use_peft"):
-        found.add_difference("freeze_embeddings", True, "the embedding is trained here, in full fine-tuning")
-    if found.tool != "Axolotl":
-        return
-    targets = "all-linear" if theirs.get("lora_target_linear") else theirs.get("lora_target_modules")
-    if not theirs.get("adapter"):
-        found.add_difference("adapter", None, TRAINED_TOWER)
-    elif "language_model" not in str(targets):
-        found.add_difference("lora_target_modules", targets, "layers of the vision tower by these names too there")
-    if "train_on_inputs" not in theirs:
-        found.add_difference("processor_type", theirs.get("processor_type"), IMAGE_LABELS)
 
 
 def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
@@ -412,3 +323,127 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             rate = convert_number(recipe.get("learning_rate"))
             return round(convert_number(value) / rate, 9) if rate else None
     return CONVERTERS[pair.carry](value)
+
+
+# Values that ask for the behavior here.
+SAME_ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ("observation",)}
+USUAL: Mapping[str, tuple[Any, ...]] = {
+    "roles_to_train": ("assistant", ["assistant"], ["gpt"]), "train_on_eos": ("turn",), "train_on_eot": ("turn",),
+    "message_field_training": ("train", "weight"), "message_field_role": ("role", "from"),
+    "message_field_content": ("content", "value"), "message_property_mappings.role": ("role", "from"),
+    "message_property_mappings.content": ("content", "value"), "tags.role_tag": ("role", "from"),
+    "tags.content_tag": ("content", "value"), "tags.user_tag": ("user", "human"),
+    "tags.assistant_tag": ("assistant", "gpt"), "tags.observation_tag": ("tool", "observation"),
+    "tags.function_tag": ("function_call",), "tags.system_tag": ("system",), "columns.tools": ("tools",),
+    "columns.history": ("history",), "columns.images": ("images", "image"),
+    "conversation_style": ("sharegpt", "openai"), "answer_only_loss_mask": (True,),
+    "template_thinking_key": ("thinking",), "field_thinking": ("thinking",), "data_files": ([],),
+}  # fmt: skip
+# Padding, the length (read with the recipe's) and the tokenizer, which is the model's own.
+NO_EFFECT = ("padding", "truncation", "pad_to_max_length", "seq_length", "tokenizer", "shuffle_seed",
+"start_of_turn_token",
+             "packed")  # fmt: skip
+BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files
+
+
+@dataclass(slots=True)
+class TheirEntry:
+    """One data set of theirs. Keys that are converted are removed from `unread`; the rest have no counterpart."""
+
+    where: str  # as in datasets[0]
+    unread: dict[str, Any]  # dotted where it is nested
+
+    @classmethod
+    def of(cls, where: str, keys: Mapping[Any, Any]) -> "TheirEntry":
+        return cls(where, {str(key): value for key, value in keys.items()})
+
+    def take(self, key: str) -> Any:
+        return self.unread.pop(key, None)
+
+    def flatten(self, *keys: str) -> None:
+        """Gives what is nested under `keys` dotted names."""
+        for key in keys:
+            if isinstance(self.unread.get(key), dict):
+                self.unread |= {f"{key}.{inner}": value for inner, value in self.unread.pop(key).items()}
+
+    def paths(self, key: str = "path") -> list[Any]:
+        """What is read: the path, or the files where the path only says of which kind they are."""
+        path, files = self.take(key), self.unread.get("data_files")
+        if path not in BUILDERS or not isinstance(files, str | list):
+            return [path]
+        self.take("data_files")
+        return files if isinstance(files, list) else [files]
+
+    def list_unread(self, tool: Tool) -> list[str]:
+        """A line for each unread key that has an effect."""
+        notes = {pair.theirs: pair.note for pair in ENTRY_KEYS[tool]}
+        lines = []
+        for key, value in self.unread.items():
+            note = next((notes[name] for name in (key, key.split(".")[-1], key.split(".")[0]) if name in notes), None)
+            if key.split(".")[0] in NO_EFFECT:
+                continue
+            names = map(str, value if isinstance(value, list) else [value])
+            if key.startswith("roles.") and set(names) <= {key[6:], *SAME_ROLES.get(key[6:], ())}:
+                continue  # as they are read anyway
+            if value in (None, "", [], {}) or value in USUAL.get(key, ()) or (value is False and note is not None):
+                continue
+            lines.append(f"{self.where}.{key}: {shorten(value)}   ({note or 'not known here'})")
+        return lines
+
+
+Sources = list[dict[str, Any]]
+
+
+def list_entries(value: Any, name: str, source: Path) -> list[TheirEntry]:
+    """The data sets listed under the key `name` of their file."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise UserError(
+            f"{source}: {name}: a list of data sets is expected, found {shorten(value)}; write `- path: ...`"
+        )
+    for i, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise UserError(
+                f"{source}: {name}[{i}]: a mapping with a path is expected, found {shorten(item)}; write `- path: ...`"
+            )
+    return [TheirEntry.of(f"{name}[{i}]", item) for i, item in enumerate(value)]
+
+
+def read_each(
+    tool: Tool, entries: Iterable[TheirEntry], read: Callable[[TheirEntry], Sources], found: Conversion
+) -> Sources:
+    """Our entries from theirs; the keys that `read` does not take are listed as differences."""
+    sources: Sources = []
+    for entry in entries:
+        sources += read(entry)
+        found.differences += entry.list_unread(tool)
+        lacking = {pair.theirs: pair.missing_capability for pair in ENTRY_KEYS[tool]}
+        found.missing_capabilities += sorted({lacking[key] for key in entry.unread if lacking.get(key)})
+    return sources
+
+
+def make_sources(paths: Iterable[Any], **keys: Any) -> Sources:
+    return [{key: value for key, value in {"path": path, **keys}.items() if value is not None} for path in paths]
+
+
+def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
+    """An entry with the first `limit` rows of its split; all if that is None or the split is a slice already."""
+    split = str(entry.get("split") or "train")
+    if not isinstance(limit, int) or isinstance(limit, bool) or "[" in split:
+        return entry
+    return entry | {"split": f"{split}[:{limit}]"}
+
+
+def compares_answers(found: Conversion) -> bool:
+    """Whether the rows hold pairs of answers or rated ones."""
+    return METHODS[found.recipe.get("method", "sft")].rows != "answers"
+
+
+ROOT_DEPTH = 7  # folders
+
+
+def find_from_root(source: Path, name: str | Path) -> Path | None:
+    """A file that the tool's file `source` names: its own files name theirs from its root, some folders above them."""
+    folders = (source.parent, *source.resolve().parents[1:ROOT_DEPTH], Path())
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
