@@ -4,7 +4,7 @@ import argparse
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,21 +15,36 @@ from finetune.config.methods import METHODS, PAIRED, RATED, REWARDED, SHIPPED_RE
 from finetune.config.reader import read_recipe
 from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.config.user_code import file_of
+from finetune.data.formats import (
+    ANSWER_COLUMNS,
+    QUESTION_COLUMNS,
+    TEXT_COLUMNS,
+    Completion,
+    find_common_pair,
+    parse_row,
+)
+from finetune.data.messages import BadRow, describe_value, list_columns
+from finetune.data.readers import file_kind
+from finetune.data.sources import list_files
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
 from finetune.files.network import download_file
-from finetune.init.data_columns import DataSummary, list_unread_files, summarize_data
 from finetune.init.new_recipe import (
+    DataSummary,
     Fit,
     Hardware,
     Keys,
     Trained,
     choose_max_length,
     compose_recipe,
+    find_kind,
     fit_recipe,
     inspect_command,
     launch_command,
+    name_flags,
     plan_command,
+    read_first_rows,
+    summarize_data,
 )
 from finetune.plan.architecture import find_config
 from finetune.units import MIB, counted, gib, read_gpu_memory, read_size
@@ -107,6 +122,7 @@ BY_KIND: dict[RowKind, tuple[str, ...]] = {
 }
 KINDS: dict[str | None, RowKind] = {name: kind for kind, names in BY_KIND.items() for name in names}
 COLUMN_FLAGS = [f"{kind}_column" for kind in ("messages", "prompt", "completion", "text", "chosen", "rejected")]
+SAVED_BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # by `datasets`, beside its Arrow files
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
@@ -221,9 +237,11 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
     flags = {key: getattr(options, key) for key in COLUMN_FLAGS}
     named: dict[str, Any] = {"function" if ".py:" in path else "path": path}
     source = DatasetSource(**named, name=options.data_name, split=options.split, **flags)
-    kind = KINDS.get(options.method)
-    person = ask if is_interactive() else None
-    found = summarize_data(source, model, has_template=has_chat_template(model), ask=person, kind=kind)
+    first, taken = read_first_rows(source)
+    kind = KINDS.get(options.method) or find_kind(first[0], source)
+    if kind == "answers":
+        source = choose_columns(first[0], source, has_chat_template(model))
+    found = summarize_data(source, first, taken, kind, model)
     rows = counted(found.rows, "row") if found.is_counted else f"more than {counted(found.rows, 'row')}"
     by = "" if found.is_tokenized else " (a guess from their characters)"
     print(f"data    {path}: {rows}, read as {found.format}, about {found.mean_tokens:,.0f} tokens each{by}")
@@ -231,6 +249,86 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
         more = f" and {len(unread) - SHOWN_FILES} more" if len(unread) > SHOWN_FILES else ""
         print(f"        not read: {', '.join(unread[:SHOWN_FILES])}{more}; name a file or a glob as --data to choose")
     return found
+
+
+def choose_columns(row: Mapping[str, Any], source: DatasetSource, has_template: bool) -> DatasetSource:
+    """`source` with what a recipe has to say of its columns: nothing, where our own readers recognize the row."""
+    named = (source.messages_column, source.prompt_column, source.completion_column, source.text_column)
+    if not any(named):
+        try:
+            found = parse_row(row, source)
+        except BadRow as error:
+            if not str(error).startswith("unknown format"):
+                raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
+            source = _guess_columns(row, source) or _ask_columns(row, source)
+        else:
+            if pair := find_common_pair(row, source):  # a recipe says what was recognized
+                source = replace(source, prompt_column=pair[0], completion_column=pair[1])
+            if found.format == "prompt_completion" and isinstance(found.document, Completion) and has_template:
+                completion = "completion" if row.get("completion") is not None else "chosen"
+                source = replace(source, prompt_column="prompt", completion_column=completion)
+    if source.prompt_column and source.completion_column and source.type is None and has_template:
+        source = replace(source, type="messages")
+    return source
+
+
+def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource | None:
+    by_name = {str(column).lower(): str(column) for column, value in row.items() if isinstance(value, str)}
+    numbers = {str(column).lower(): str(column) for column, value in row.items() if isinstance(value, int | float)}
+    prompt = next((by_name[name] for name in (*QUESTION_COLUMNS, "user") if name in by_name), None)
+    completion = next((by_name[name] for name in (*ANSWER_COLUMNS, "label") if name in by_name), None)
+    number = next((numbers[name] for name in ANSWER_COLUMNS[:6] if name in numbers), None)
+    if prompt is not None and completion is None and number is not None:
+        raise UserError(
+            f"{source.origin}: {number}: text is expected, found {describe_value(row[number])}; write it as "
+            "text, in quotes"
+        )
+    if prompt is not None and completion is not None:
+        return replace(source, prompt_column=prompt, completion_column=completion)
+    text = next((by_name[name] for name in TEXT_COLUMNS if name in by_name), None)
+    if text is None and len(by_name) == 1:
+        text = next(iter(by_name.values()))
+    return replace(source, text_column=text) if text is not None and prompt is None else None
+
+
+def _ask_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource:
+    columns = list_columns(row) or "none"
+    if not is_interactive():
+        raise UserError(
+            f"{source.origin}: its columns are {columns}; say which to read with --prompt-column and "
+            "--completion-column, --messages-column or --text-column"
+        )
+    print(f"{source.origin}: its columns are {columns}")
+    prompt = _ask_column("Which one holds the prompt or question? (none: plain text)", row)
+    if not prompt:
+        return replace(source, text_column=_ask_column("Which one holds the text?", row) or None)
+    return replace(source, prompt_column=prompt, completion_column=_ask_column("Which one holds the answer?", row))
+
+
+def _ask_column(question: str, row: Mapping[str, Any]) -> str:
+    while column := ask(question, ""):
+        if column not in row:
+            print(f"{column}: no such column; there are {list_columns(row)}")
+        elif isinstance(row[column], int | float):
+            print(f"{column}: text is expected, found {describe_value(row[column])}; write it as text, in quotes")
+        else:
+            break
+    return column
+
+
+def list_unread_files(source: DatasetSource) -> list[str]:
+    """The data files in the folder that `source` names which are none of its split's, by their paths in the folder."""
+    folder = Path(source.origin)
+    if not folder.is_dir():
+        return []
+    read = {Path(file).resolve() for file in list_files(source)}
+    unread = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and file.resolve() not in read)
+    return sorted(str(path) for path in unread if _is_data(path))
+
+
+def _is_data(path: Path) -> bool:
+    is_hidden = any(part.startswith((".", "__")) for part in path.parts)
+    return file_kind(str(path)) is not None and not is_hidden and path.name not in SAVED_BESIDE_DATA
 
 
 def has_chat_template(model: str) -> bool:

@@ -1,24 +1,177 @@
-"""The text of a first recipe: YAML in which every choice says why it was made."""
+"""A first recipe: what the first rows show of the data, what fits the GPUs, and the YAML that says why."""
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
 import yaml
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.methods import DEFAULT_METHOD, METHODS
+from finetune.config.methods import DEFAULT_METHOD, METHODS, RowKind
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import RENDERINGS, DatasetSource
-from finetune.data.messages import list_columns
+from finetune.data.formats import LABEL_COLUMNS, Completion, Conversation, Document, ParsedRow, Question, Text, TokenRow
+from finetune.data.messages import BadRow, list_columns
+from finetune.data.preferences import find_sides
+from finetune.data.sources import list_files, read_rows
+from finetune.data.tokenize import READERS
 from finetune.errors import UserError
-from finetune.init.data_columns import DataSummary
 from finetune.plan.advice import Advice, advise
 from finetune.plan.plan import Plan, make_plan
 from finetune.units import counted, gib, read_size
+
+ROWS_READ = 1000  # of a data set, from its beginning
+CHARACTERS_A_TOKEN = 3.0  # English has some 4; code, numbers and other languages fewer
+TEMPLATE_TOKENS = 16  # around the turns of a row
+COLUMN_KEY = "(messages|prompt|completion|text|chosen|rejected)_column"
+
+
+@dataclass(frozen=True, slots=True)
+class DataSummary:
+    """A data set as far as its first rows show it. Returned by `summarize_data`."""
+
+    source: DatasetSource  # with the columns that a recipe has to name
+    format: str  # messages, sharegpt, alpaca, prompt_completion or text
+    columns: tuple[str, ...]
+    rows: int  # in all, where `is_counted`; else those that were read
+    is_counted: bool
+    longest_tokens: int  # of all but the longest hundredth of the rows
+    mean_tokens: float  # of a row
+    is_tokenized: bool  # counted by the model's tokenizer; else guessed from characters
+    kind: RowKind = "answers"
+    sample: tuple[dict[str, Any], ...] = ()  # the rows that were read
+
+
+def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], int]:
+    """(the first rows of `source` that can be read, how many were taken). Raises `UserError` where there are none."""
+    rows: list[dict[str, Any]] = []
+    bad: list[str] = []
+    taken = 0
+    for batch in read_rows(source, streaming=True):
+        for number, row in zip(batch.numbers, batch.rows, strict=True):
+            bad += [f"{batch.file}:{number}: {row}"] if isinstance(row, BadRow) else []
+            rows += [row] if not isinstance(row, BadRow) else []
+            taken += 1
+        if taken >= ROWS_READ:
+            break
+    if not rows:
+        raise UserError(bad[0] if bad else f"{source.origin}: has no rows")
+    return rows[:ROWS_READ], taken
+
+
+def summarize_data(
+    source: DatasetSource, rows: list[dict[str, Any]], taken: int, kind: RowKind, model: str
+) -> DataSummary:
+    """What the first rows of `source` show of it.
+
+    Args:
+        source: With the columns that a recipe has to name.
+        rows: Those that were read.
+        taken: How many were taken for them, bad ones included.
+        kind: What the method reads of them.
+        model: A tokenizer in this folder counts their tokens.
+
+    Raises:
+        UserError: A row does not have the columns.
+    """
+    read = [_read(row, source, kind) for row in rows]
+    documents = [document for row in read for group in row.groups for document in group.documents]
+    files = () if source.function else list_files(source)
+    lengths, is_tokenized = count_tokens(documents, Path(model))
+    return DataSummary(
+        source=source,
+        format=read[0].rendering,
+        columns=tuple(map(str, rows[0])),
+        rows=taken if taken < ROWS_READ else _count_rows(files, taken),
+        is_counted=taken < ROWS_READ or bool(files),
+        longest_tokens=int(lengths[int(0.99 * (len(lengths) - 1))]) + TEMPLATE_TOKENS,
+        mean_tokens=(sum(lengths) / len(lengths) + TEMPLATE_TOKENS) * len(documents) / len(rows),
+        is_tokenized=is_tokenized,
+        kind=kind,
+        sample=tuple(rows),
+    )
+
+
+def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
+    """What a row holds: a pair of answers, a rated answer, or answers. Columns that a person names are answers."""
+    if source.chosen_column or source.rejected_column:
+        return "pairs"
+    if source.completion_column or source.messages_column or source.text_column:
+        return "answers"
+    if None not in find_sides(row, source):
+        return "pairs"
+    is_rated = any(isinstance(row.get(column), bool) for column in LABEL_COLUMNS)
+    return "ratings" if is_rated else "answers"
+
+
+def _read(row: Mapping[str, Any], source: DatasetSource, kind: RowKind) -> ParsedRow:
+    try:
+        return READERS[kind](row, source)
+    except BadRow as error:
+        raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
+
+
+def name_flags(text: str) -> str:
+    """A message on a recipe's keys in the words of `finetune init`.
+
+    >>> name_flags("to train on the chosen answers alone, set completion_column: chosen")
+    'to train on the chosen answers alone, pass --completion-column chosen'
+    """
+    text = re.sub(rf"(?:set )?\b{COLUMN_KEY}: (\w+)", r"pass --\1-column \2", text)
+    return re.sub(rf"\b{COLUMN_KEY}\b", r"--\1-column", text)
+
+
+def count_tokens(documents: Sequence[Document], model: Path) -> tuple[list[float], bool]:
+    """(the tokens of each document from the shortest on, whether the tokenizer in the folder `model` has counted them).
+
+    Without one they are guessed from the characters. What a chat template adds is not counted.
+    """
+    texts = [join_text(document) for document in documents]
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        counts = [len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    except Exception:  # tokenizers raises no class of its own; launch says what is wrong with the file
+        return sorted(len(text) / CHARACTERS_A_TOKEN for text in texts), False
+    return sorted(map(float, counts)), True
+
+
+def join_text(document: Document) -> str:
+    """About the text that a model reads of a document."""
+    match document:
+        case Text(text):
+            return text
+        case Completion(prompt, completion):
+            return prompt + completion
+        case Question(asked):
+            return asked if isinstance(asked, str) else join_text(asked)
+        case TokenRow(ids):
+            return "x" * round(len(ids) * CHARACTERS_A_TOKEN)
+        case Conversation(messages, _, tools):
+            parts = [_describe_message(message) for message in messages]
+            return "\n".join([*parts, *(json.dumps(tool, ensure_ascii=False, default=str) for tool in tools)])
+
+
+def _describe_message(message: Mapping[str, Any]) -> str:
+    if message.keys() <= {"role", "content", "input"} and isinstance(message.get("content"), str):
+        return f"{message['role']}\n{message['content']}\n"
+    return json.dumps(message, ensure_ascii=False, default=str)
+
+
+def _count_rows(files: Sequence[str], taken: int) -> int:
+    """All rows of local files; of a data set of the hub or a function, those that were read."""
+    from finetune.data.sources import count_rows
+
+    return sum(count_rows(file, Path(file).stat().st_mtime_ns) for file in files) if files else taken
+
 
 Trained = Literal["full", "lora", "qlora"]
 Keys = dict[str, Any]

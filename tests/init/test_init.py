@@ -18,8 +18,7 @@ import yaml
 
 from finetune.cli import main
 from finetune.config.reader import read_recipe, to_dict
-from finetune.init.data_columns import TEMPLATE_TOKENS
-from finetune.init.new_recipe import Hardware, fit_recipe
+from finetune.init.new_recipe import TEMPLATE_TOKENS, Hardware, fit_recipe
 from tests.conftest import make_chat
 from tests.plan.run_specs import LLAMA_31_8B
 from tests.ranks import ROOT, environment
