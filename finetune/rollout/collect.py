@@ -306,28 +306,26 @@ def _documents_of(piece: Sequence[int], rollout: Rollout) -> list[Document]:
 def _separate(micro_batch: MicroBatch, pieces: Sequence[Sequence[Document]]) -> MicroBatch:
     """The micro-batch, whose examples are pieces of groups, with their documents and with completions as examples."""
     documents = [one for number in micro_batch.example_ids for one in pieces[number]]
-    ids = tuple(one.completion for one in documents if one.completion is not None)
-    is_shared, tokens = len(ids) < len(documents), micro_batch.labels.numel()
-    if is_shared:
-        first, end = np.array([(one.first, one.end) for one in documents]).T
-        if padding := tokens - (end - first).sum():
-            first, end = np.append(first, 0), np.append(end, padding)
-        lengths, places = end - first, np.arange(len(first))
-        starts, of = np.cumsum(lengths) - lengths, np.maximum.accumulate(np.where(first == 0, places, 0))
-        micro_batch = replace(
-            micro_batch,
-            position_ids=torch.from_numpy(np.arange(tokens) - np.repeat(starts - first, lengths))[None],
-            cu_seq_lens=torch.from_numpy(np.append(starts, tokens).astype(np.int32)),
-            packed_lengths=tuple(lengths.tolist()),
-            max_document_length=int(lengths.max()),
-            document_lengths=tuple(one.end - one.first for one in documents if one.completion is not None),
-            continued=tuple(int(place) if begins else None for place, begins in zip(of, first, strict=True)),
-        )
-    micro_batch = replace(micro_batch, example_ids=ids).with_documents()
-    if is_shared:
-        number = torch.tensor([one.completion is not None for one in documents]).cumsum(0) - 1
-        micro_batch = replace(micro_batch, trained_documents=number.clamp(min=0)[micro_batch.trained_documents])
-    return micro_batch
+    is_completion = np.array([one.completion is not None for one in documents], bool)
+    micro_batch = replace(micro_batch, example_ids=tuple(d.completion for d in documents if d.completion is not None))
+    if is_completion.all():
+        return micro_batch.with_documents()
+    tokens, (first, end) = micro_batch.labels.numel(), np.array([(one.first, one.end) for one in documents]).T
+    if padding := tokens - (end - first).sum():
+        first, end = np.append(first, 0), np.append(end, padding)
+    lengths = end - first
+    starts, prompts = np.cumsum(lengths) - lengths, np.maximum.accumulate(np.arange(len(first)) * (first == 0))
+    laid_out = replace(
+        micro_batch,
+        position_ids=torch.from_numpy(np.arange(tokens) - np.repeat(starts - first, lengths))[None],
+        cu_seq_lens=torch.from_numpy(np.append(starts, tokens).astype(np.int32)),
+        packed_lengths=tuple(lengths.tolist()),
+        max_document_length=int(lengths.max()),
+        document_lengths=tuple(lengths[: len(documents)][is_completion].tolist()),
+        continued=tuple(int(prompt) if begins else None for prompt, begins in zip(prompts, first, strict=True)),
+    ).with_documents()
+    places = torch.from_numpy(np.maximum(is_completion.cumsum() - 1, 0))  # of each document among the completions
+    return replace(laid_out, trained_documents=places[laid_out.trained_documents])
 
 
 def _as_tokens(rollout: Rollout, pieces: Sequence[Sequence[int]], learned: Sequence[bool]) -> Tokens:

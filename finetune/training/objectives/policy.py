@@ -79,11 +79,18 @@ def policy_losses(
     elif keys.importance_sampling_level == "sequence":  # Zheng et al. 2025, arXiv:2507.18071, eq. 7
         means = completions.sum(log_ratios) / completions.lengths().clamp(min=1)
         log_ratios = means.to(log_ratios.dtype)[completions.of]
-    ratios = log_ratios.exp()
-    high = keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
+    ratios, (low, high) = log_ratios.exp(), ratio_bounds(recipe)
     if loss.bound == "weight":
         return -ratios.detach().clamp(max=high) * per_token * log_probabilities, ratios
-    return -torch.minimum(ratios * per_token, ratios.clamp(1 - keys.epsilon, 1 + high) * per_token), ratios
+    return -torch.minimum(ratios * per_token, ratios.clamp(low, high) * per_token), ratios
+
+
+def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
+    """The lowest and the highest ratio that the recipe's loss follows."""
+    keys = recipe.rollout
+    high = keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
+    is_weight = POLICY_LOSSES[recipe.method.loss_type].bound == "weight"
+    return (0.0, high) if is_weight else (1 - keys.epsilon, 1 + high)
 
 
 def correct_sampling(log_ratios: Tensor, completions: Completions, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -176,11 +183,8 @@ class PolicyObjective(Objective):
 
     def _is_outside(self, ratios: Tensor) -> Tensor:
         """Whether ratios are outside the bounds, whatever their advantages."""
-        keys = self.recipe.rollout
-        high = keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
-        if POLICY_LOSSES[self.recipe.method.loss_type].bound == "weight":
-            return ratios > high
-        return (ratios < 1 - keys.epsilon) | (ratios > 1 + high)
+        low, high = ratio_bounds(self.recipe)
+        return (ratios < low) | (ratios > high)
 
     def _clipped(self, ratios: Tensor, advantages: Tensor, completions: Completions) -> Tensor:
         """The share of ratios that are outside the bounds, so that the loss has no gradient there."""
