@@ -47,8 +47,6 @@ KINDS = {
 
 
 CHUNK_BYTES = 2**20
-
-
 MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a whole corpus that belongs in several rows
 
 

@@ -38,50 +38,232 @@ from finetune.distributed.world import (
 )
 from finetune.errors import EXIT_FAULT, SECONDS_FOR_CAUSE, UserError
 
+POLL_SECONDS = 0.5
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # what a launcher would have set
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+Process = tuple[str, int, float]
+"""Host name, process id and creation time (seconds since the epoch)."""
 
-def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
-    """The mesh of all ranks, which call it together; None where the world is one dimension."""
-    sizes, stages = sharding.mesh_sizes, sharding.pipeline_parallel_size
-    if stages > 1:  # outermost: what passes between stages is the least traffic
-        ranks = dist.get_world_size() // stages
-        replicas, _, _, tensors = (sizes or {"": 1, "shards": ranks, "sequences": 1, "tensors": 1}).values()
-        shape, names = (stages, replicas, ranks // (replicas * tensors), tensors), (PIPELINE, REPLICATE, FSDP, TENSOR)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        mesh[REPLICATE, FSDP, TENSOR]._flatten(STAGE)
-        return mesh
-    if sizes is None or all(size == 1 for key, size in sizes.items() if key != "dp_shard_size"):
-        return None
-    replicas, shards, sequences, tensors = sizes.values()
-    return init_device_mesh(
-        device_type, (replicas, shards * sequences, tensors), mesh_dim_names=(REPLICATE, FSDP, TENSOR)
+
+def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
+    """Joins the ranks that the launcher started, under `sharding`; a process without a launcher becomes a world of one.
+
+    Asserts what Accelerate does not check: that every launched rank is in the world, and that FSDP is
+    on where it was asked for. What this machine cannot do, the rules have refused before.
+    """
+    _end_with_launcher()
+    before = dict(os.environ)
+    device = _device(sharding)
+    _use_own_cores(device, sharding)
+    # The watchdog, which shows every rank's stacks, waits for SECONDS_FOR_CAUSE: only then may a collective give up.
+    timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
+    if sharding.layout != "single":
+        _join_process_group(device, timeout)
+    accelerator = make_accelerator(sharding, device)
+    rank = accelerator.process_index
+    sequence_group = make_sequence_group(sharding, accelerator.num_processes, device.type)
+    set_timeouts(timeout)  # of the groups of the meshes too
+    left = (
+        watch_peers(rank, gather_json(this_process(), None), timeout_seconds)
+        if dist.is_initialized()
+        else threading.Event()
+    )
+    world = World(
+        rank=rank,
+        size=accelerator.num_processes,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        device=device,
+        sharding=sharding,
+        accelerator=accelerator,
+        collective_timeout=timeout,
+        sequence_group=sequence_group,
+        environment={
+            name: before.get(name)
+            for name in before.keys() | os.environ.keys()
+            if before.get(name) != os.environ.get(name)
+        },
+        left=left,
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    assert world.size == launched, f"{launched} processes were launched, but Accelerate sees {world.size}"
+    assert not sharding.is_fsdp or str(accelerator.distributed_type.value) == "FSDP", accelerator.distributed_type
+    return world
+
+
+def leave(world: World) -> None:
+    """Destroys the process group once every rank has called this; afterwards the process can join another world.
+
+    What joining has changed in the environment is undone: a launcher's variables would make the next world wait for
+    other ranks, and Accelerate's would make it, and whatever this process starts, an FSDP world.
+    """
+    from accelerate.state import AcceleratorState, GradientState
+
+    if dist.is_initialized():
+        world.barrier()
+        world.left.set()
+        dist.destroy_process_group()
+    for name, value in world.environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def _end_with_launcher() -> None:
+    """Makes Linux send this rank SIGTERM, on which a run saves and stops, when torchrun's agent has ended.
+
+    An agent that is killed with SIGKILL ends no rank: they would continue to train, where nobody can see or stop them.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _join_process_group(device: torch.device, timeout: timedelta) -> None:
+    """Both backends on a GPU: NCCL for tensors there, gloo for what stays on the host (checkpoints, offload, counts).
+
+    A process without a launcher meets nobody: its store is in memory and takes no port.
+    """
+    how: dict[str, Any] = {"backend": "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"}
+    if device.type == "cuda":
+        how["device_id"] = device
+    if "RANK" not in os.environ:
+        os.environ |= ALONE
+        how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(timeout=timeout, **how)
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Sets the timeout of every process group of this rank: those of a device mesh have torch's 30 minutes."""
+    for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+@contextmanager
+def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
+    """Within it, torch runs only kernels whose results are the same bits each time. Not `on`: any kernel.
+
+    Raises:
+        UserError: For an operation that has no such kernel.
+    """
+    if not on:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    # Filling costs time, and every tensor here is written before it is read.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise UserError(
+            f"deterministic: true: {str(error).split('. ')[0]}; remove the key, or what needs it"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> MachineFacts:
+    """This rank's machine, for the rules, before it joins the others. `with_liger`: import Liger, which is slow."""
+    device, families = _device(sharding), None
+    if device.type == "cpu":
+        return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
+    if with_liger:
+        with suppress(ImportError):
+            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+            families = frozenset(MODEL_TYPE_TO_APPLY_LIGER_FN)
+    return MachineFacts(
+        device="cuda",
+        system=sys.platform,
+        has_compiler=has_compiler(),
+        gpu=torch.cuda.get_device_name(device),
+        capability=torch.cuda.get_device_capability(device),
+        is_hip=bool(torch.version.hip),
+        liger_families=families,
     )
 
 
-def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> ProcessGroup | None:
-    """The ranks that share a row's tokens with this one; None if it has whole rows. All `ranks` call it."""
-    sequences = sharding.sequence_parallel_size
-    if sequences == 1:
-        return None
-    tensors = sharding.tensor_parallel_size
-    sizes = (ranks // (sequences * tensors), sequences, tensors)
-    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(BATCH, SEQUENCE, TENSOR))
-    return mesh.get_group(SEQUENCE)
+def _device(sharding: Sharding) -> torch.device:
+    if sharding.use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {os.environ.get('RANK', 0)} is the {local_rank + 1}th on this machine, which has "
+            f"{torch.cuda.device_count()} GPUs; launch one process for each GPU (--num_processes)"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
-def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> DeviceMesh:
-    """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in EXPERT divide the
-    experts of a layer between them; FSDP shards each of them over EXPERT_SHARD, the ranks of a replica that have the
-    same experts."""
-    stages, replicas, size = (
-        sharding.pipeline_parallel_size,
-        sharding.replicate_size or 1,
-        sharding.expert_parallel_size,
-    )
-    shape = (stages, replicas, ranks // (stages * replicas * size), size)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT))
-    # A norm is then one sum over all ranks of a replica, the same on each, and not one for each dimension.
-    mesh[EXPERT_SHARD, EXPERT]._flatten()
-    return mesh
+def _use_own_cores(device: torch.device, sharding: Sharding) -> None:
+    """Undoes OMP_NUM_THREADS=1, which launchers set, where the CPU has work: for the one process that a bare
+    `accelerate launch` starts on a CPU, and for GPU runs whose optimizer runs on the host.
+
+    Where the launcher itself was given OMP_NUM_THREADS, that is the user's, and is kept.
+    """
+    alone = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    has_work = alone if device.type == "cpu" else sharding.cpu_offload
+    if has_work and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
+        torch.set_num_threads(max(1, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _launcher_has_threads() -> bool:
+    """Whether OMP_NUM_THREADS stood in the environment of the process that started this one."""
+    try:
+        return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+    except (psutil.Error, OSError):
+        return False
+
+
+def this_process() -> Process:
+    """This process, as other ranks find it."""
+    return os.uname().nodename, os.getpid(), psutil.Process().create_time()
+
+
+def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float) -> threading.Event:
+    """Starts a thread that ends this process `timeout_seconds` after another rank of this node has died.
+
+    `processes`: every rank's `this_process()`. A rank that this process cannot see (another host, another container) is
+    not watched. The thread ends when the returned event is set.
+    """
+    host = os.uname().nodename
+    peers = {
+        peer: (process, created)
+        for peer, (of, process, created) in enumerate(processes)
+        if peer != rank and of == host and is_alive(process, created)
+    }
+    left = threading.Event()
+    if peers:
+        arguments = (rank, peers, timeout_seconds, left)
+        threading.Thread(target=_watch, args=arguments, daemon=True, name="watch_peers").start()
+    return left
+
+
+def is_alive(process: int, created: float) -> bool:
+    """Whether the process runs; one that has ended and waits for its parent (a zombie) does not."""
+    try:
+        found = psutil.Process(process)
+        return bool(found.create_time() == created and found.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _watch(rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: float, left: threading.Event) -> None:
+    while not left.wait(POLL_SECONDS):
+        dead = [peer for peer, process in peers.items() if not is_alive(*process)]
+        if dead and not left.wait(timeout_seconds):
+            sys.stderr.write(
+                f"rank {rank}: rank {dead[0]} ended {timeout_seconds:g} s ago (timeout_seconds), and the run cannot "
+                "continue without it; that rank's own error is the cause. Where this one was:\n"
+            )
+            faulthandler.dump_traceback(all_threads=True)
+            sys.stderr.flush()
+            os._exit(EXIT_FAULT)
 
 
 def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
@@ -159,235 +341,46 @@ def _precision(sharding: Sharding) -> Any:
     return MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
 
 
-POLL_SECONDS = 0.5
-
-
-Process = tuple[str, int, float]
-"""Host name, process id and creation time (seconds since the epoch)."""
-
-
-def this_process() -> Process:
-    """This process, as other ranks find it."""
-    return os.uname().nodename, os.getpid(), psutil.Process().create_time()
-
-
-def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float) -> threading.Event:
-    """Starts a thread that ends this process `timeout_seconds` after another rank of this node has died.
-
-    `processes`: every rank's `this_process()`. A rank that this process cannot see (another host, another container) is
-    not watched. The thread ends when the returned event is set.
-    """
-    host = os.uname().nodename
-    peers = {
-        peer: (process, created)
-        for peer, (of, process, created) in enumerate(processes)
-        if peer != rank and of == host and is_alive(process, created)
-    }
-    left = threading.Event()
-    if peers:
-        arguments = (rank, peers, timeout_seconds, left)
-        threading.Thread(target=_watch, args=arguments, daemon=True, name="watch_peers").start()
-    return left
-
-
-def is_alive(process: int, created: float) -> bool:
-    """Whether the process runs; one that has ended and waits for its parent (a zombie) does not."""
-    try:
-        found = psutil.Process(process)
-        return bool(found.create_time() == created and found.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
-
-
-def _watch(rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: float, left: threading.Event) -> None:
-    while not left.wait(POLL_SECONDS):
-        dead = [peer for peer, process in peers.items() if not is_alive(*process)]
-        if dead and not left.wait(timeout_seconds):
-            sys.stderr.write(
-                f"rank {rank}: rank {dead[0]} ended {timeout_seconds:g} s ago (timeout_seconds), and the run cannot "
-                "continue without it; that rank's own error is the cause. Where this one was:\n"
-            )
-            faulthandler.dump_traceback(all_threads=True)
-            sys.stderr.flush()
-            os._exit(EXIT_FAULT)
-
-
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # what a launcher would have set
-
-
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-
-
-def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
-    """Joins the ranks that the launcher started, under `sharding`; a process without a launcher becomes a world of one.
-
-    Asserts what Accelerate does not check: that every launched rank is in the world, and that FSDP is
-    on where it was asked for. What this machine cannot do, the rules have refused before.
-    """
-    _end_with_launcher()
-    before = dict(os.environ)
-    device = _device(sharding)
-    _use_own_cores(device, sharding)
-    # The watchdog, which shows every rank's stacks, waits for SECONDS_FOR_CAUSE: only then may a collective give up.
-    timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
-    if sharding.layout != "single":
-        _join_process_group(device, timeout)
-    accelerator = make_accelerator(sharding, device)
-    rank = accelerator.process_index
-    sequence_group = make_sequence_group(sharding, accelerator.num_processes, device.type)
-    set_timeouts(timeout)  # of the groups of the meshes too
-    left = (
-        watch_peers(rank, gather_json(this_process(), None), timeout_seconds)
-        if dist.is_initialized()
-        else threading.Event()
-    )
-    world = World(
-        rank=rank,
-        size=accelerator.num_processes,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        device=device,
-        sharding=sharding,
-        accelerator=accelerator,
-        collective_timeout=timeout,
-        sequence_group=sequence_group,
-        environment={
-            name: before.get(name)
-            for name in before.keys() | os.environ.keys()
-            if before.get(name) != os.environ.get(name)
-        },
-        left=left,
-    )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    assert world.size == launched, f"{launched} processes were launched, but Accelerate sees {world.size}"
-    assert not sharding.is_fsdp or str(accelerator.distributed_type.value) == "FSDP", accelerator.distributed_type
-    return world
-
-
-def leave(world: World) -> None:
-    """Destroys the process group once every rank has called this; afterwards the process can join another world.
-
-    What joining has changed in the environment is undone: a launcher's variables would make the next world wait for
-    other ranks, and Accelerate's would make it, and whatever this process starts, an FSDP world.
-    """
-    from accelerate.state import AcceleratorState, GradientState
-
-    if dist.is_initialized():
-        world.barrier()
-        world.left.set()
-        dist.destroy_process_group()
-    for name, value in world.environment.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@contextmanager
-def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
-    """Within it, torch runs only kernels whose results are the same bits each time. Not `on`: any kernel.
-
-    Raises:
-        UserError: For an operation that has no such kernel.
-    """
-    if not on:
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    # Filling costs time, and every tensor here is written before it is read.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        raise UserError(
-            f"deterministic: true: {str(error).split('. ')[0]}; remove the key, or what needs it"
-        ) from error
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def _end_with_launcher() -> None:
-    """Makes Linux send this rank SIGTERM, on which a run saves and stops, when torchrun's agent has ended.
-
-    An agent that is killed with SIGKILL ends no rank: they would continue to train, where nobody can see or stop them.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-
-
-def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> MachineFacts:
-    """This rank's machine, for the rules, before it joins the others. `with_liger`: import Liger, which is slow."""
-    device, families = _device(sharding), None
-    if device.type == "cpu":
-        return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
-    if with_liger:
-        with suppress(ImportError):
-            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-            families = frozenset(MODEL_TYPE_TO_APPLY_LIGER_FN)
-    return MachineFacts(
-        device="cuda",
-        system=sys.platform,
-        has_compiler=has_compiler(),
-        gpu=torch.cuda.get_device_name(device),
-        capability=torch.cuda.get_device_capability(device),
-        is_hip=bool(torch.version.hip),
-        liger_families=families,
+def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
+    """The mesh of all ranks, which call it together; None where the world is one dimension."""
+    sizes, stages = sharding.mesh_sizes, sharding.pipeline_parallel_size
+    if stages > 1:  # outermost: what passes between stages is the least traffic
+        ranks = dist.get_world_size() // stages
+        replicas, _, _, tensors = (sizes or {"": 1, "shards": ranks, "sequences": 1, "tensors": 1}).values()
+        shape, names = (stages, replicas, ranks // (replicas * tensors), tensors), (PIPELINE, REPLICATE, FSDP, TENSOR)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        mesh[REPLICATE, FSDP, TENSOR]._flatten(STAGE)
+        return mesh
+    if sizes is None or all(size == 1 for key, size in sizes.items() if key != "dp_shard_size"):
+        return None
+    replicas, shards, sequences, tensors = sizes.values()
+    return init_device_mesh(
+        device_type, (replicas, shards * sequences, tensors), mesh_dim_names=(REPLICATE, FSDP, TENSOR)
     )
 
 
-def _device(sharding: Sharding) -> torch.device:
-    if sharding.use_cpu or not torch.cuda.is_available():
-        return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"rank {os.environ.get('RANK', 0)} is the {local_rank + 1}th on this machine, which has "
-            f"{torch.cuda.device_count()} GPUs; launch one process for each GPU (--num_processes)"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> ProcessGroup | None:
+    """The ranks that share a row's tokens with this one; None if it has whole rows. All `ranks` call it."""
+    sequences = sharding.sequence_parallel_size
+    if sequences == 1:
+        return None
+    tensors = sharding.tensor_parallel_size
+    sizes = (ranks // (sequences * tensors), sequences, tensors)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(BATCH, SEQUENCE, TENSOR))
+    return mesh.get_group(SEQUENCE)
 
 
-def _use_own_cores(device: torch.device, sharding: Sharding) -> None:
-    """Undoes OMP_NUM_THREADS=1, which launchers set, where the CPU has work: for the one process that a bare
-    `accelerate launch` starts on a CPU, and for GPU runs whose optimizer runs on the host.
-
-    Where the launcher itself was given OMP_NUM_THREADS, that is the user's, and is kept.
-    """
-    alone = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
-    has_work = alone if device.type == "cpu" else sharding.cpu_offload
-    if has_work and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
-        torch.set_num_threads(max(1, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def _launcher_has_threads() -> bool:
-    """Whether OMP_NUM_THREADS stood in the environment of the process that started this one."""
-    try:
-        return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
-    except (psutil.Error, OSError):
-        return False
-
-
-def _join_process_group(device: torch.device, timeout: timedelta) -> None:
-    """Both backends on a GPU: NCCL for tensors there, gloo for what stays on the host (checkpoints, offload, counts).
-
-    A process without a launcher meets nobody: its store is in memory and takes no port.
-    """
-    how: dict[str, Any] = {"backend": "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"}
-    if device.type == "cuda":
-        how["device_id"] = device
-    if "RANK" not in os.environ:
-        os.environ |= ALONE
-        how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(timeout=timeout, **how)
-
-
-def set_timeouts(timeout: timedelta) -> None:
-    """Sets the timeout of every process group of this rank: those of a device mesh have torch's 30 minutes."""
-    for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> DeviceMesh:
+    """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in EXPERT divide the
+    experts of a layer between them; FSDP shards each of them over EXPERT_SHARD, the ranks of a replica that have the
+    same experts."""
+    stages, replicas, size = (
+        sharding.pipeline_parallel_size,
+        sharding.replicate_size or 1,
+        sharding.expert_parallel_size,
+    )
+    shape = (stages, replicas, ranks // (stages * replicas * size), size)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT))
+    # A norm is then one sum over all ranks of a replica, the same on each, and not one for each dimension.
+    mesh[EXPERT_SHARD, EXPERT]._flatten()
+    return mesh

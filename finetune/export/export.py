@@ -209,8 +209,6 @@ def _one_torch_thread() -> Iterator[None]:
 
 # What vLLM takes as --max-lora-rank.
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-
-
 QUESTION = "What can you do?"
 
 

@@ -166,11 +166,7 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
 
 
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
-
-
 WRITE_ONCE = ("tensorboard", "mlflow")  # a run's configuration can be written once only
-
-
 IDENTITY = "tracker.json"  # in the run's folder: the tracker's id of the run, by which a resumed run continues there
 
 
