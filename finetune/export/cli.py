@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from finetune.export.publish import ExportOptions, check_push, check_request, exit_on_signals, push_folder, split_list
+from finetune.export.publish import ExportOptions, check_request, exit_on_signals, split_list
 from finetune.export.reload_process import start_reload
+from finetune.files.network import check_push, push_folder
 
 EXIT_NOT_PUSHED = 1
 M_ARENA_MAX = -8  # of glibc's malloc.h

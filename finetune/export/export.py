@@ -20,11 +20,9 @@ from finetune.export.publish import (
     ExportOptions,
     MergeOnto,
     check_disk_space,
-    check_push,
     check_request,
     is_alone,
     publish,
-    push_folder,
 )
 from finetune.export.reload_process import ReloadProcess
 from finetune.export.source import Source, open_source
@@ -32,6 +30,7 @@ from finetune.export.target import TargetModel, describe_target
 from finetune.export.values import refuse_idle
 from finetune.export.verify import start_logits, start_verification
 from finetune.export.write import Weights, make_files, plan_weights, write_weights
+from finetune.files.network import check_push, push_folder
 from finetune.units import disk_size
 
 

@@ -1,12 +1,10 @@
-"""The folder that an export makes: what is asked of it, how it appears whole or not at all, and the hub. No torch."""
+"""The folder that an export makes: what may be asked of it, and how it appears whole or not at all. No torch."""
 
 import importlib.util
-import json
 import os
-import shlex
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from finetune.checkpoint.manifest import STATE
 from finetune.config.quantization import EXPORTED, SCHEMES, read_recipe_quantization
 from finetune.config.schema import ExportFormat
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
-from finetune.errors import UserError, first_line
+from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.json_files import read_json_object
 from finetune.units import disk_size, read_size
@@ -243,60 +241,6 @@ def _remove_empty(folders: Iterable[Path]) -> None:
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
-
-
-def check_push(repository: str) -> None:
-    """Raises `UserError` where the hub would refuse an upload to `repository`: by its name, or without a token."""
-    from huggingface_hub import get_token  # takes most of a second
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
-    try:
-        validate_repo_id(repository)
-    except HFValidationError:
-        raise UserError(f"--push-to-hub: {repository}: a name of the hub is expected, such as me/my-model") from None
-    if get_token() is None:
-        raise UserError("--push-to-hub: there is no token of the hub here; log in with hf auth login, or set HF_TOKEN")
-
-
-def push_folder(folder: Path, repository: str, log: Callable[[str], object] = print) -> bool:
-    """Uploads `folder` to the model repository `repository`, which is private if new, in one commit. Returns whether
-    that succeeded.
-
-    What the hub has already of an earlier attempt is not sent again. A failure is logged with the command that tries
-    again, not raised: the export is complete.
-    """
-    from huggingface_hub import CommitOperationAdd, HfApi  # takes most of a second
-
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    contents = {str(path.relative_to(folder)): _without_local_base(path, log) for path in files}
-    try:
-        added = [CommitOperationAdd(name, content) for name, content in contents.items()]
-        api = HfApi()
-        api.create_repo(repository, repo_type="model", private=True, exist_ok=True)
-        api.create_commit(repository, added, commit_message="Upload model", repo_type="model")
-    except Exception as error:  # the hub, the network, a token: none of it is the export's fault
-        reason = first_line(error)
-        is_as_here = all(isinstance(content, Path) for content in contents.values())
-        command = f"hf upload {repository} {shlex.quote(str(folder))} --private"
-        command = command if is_as_here else "the same command with --overwrite"
-        log(f"{repository}: not pushed ({reason}); the export is in {folder}; try again: {command}")
-        return False
-    log(f"pushed to {api.endpoint}/{repository}")
-    return True
-
-
-def _without_local_base(path: Path, log: Callable[[str], object]) -> Path | bytes:
-    """What is uploaded of a file: an adapter's config names a base on this machine by the folder's name alone."""
-    if path.name != ADAPTER_CONFIG:
-        return path
-    config = read_json_object(path)
-    base = config.get("base_model_name_or_path")
-    if not isinstance(base, str) or not Path(base).is_absolute():
-        return path
-    name = Path(base).name
-    log(f"{ADAPTER_CONFIG}: the base is uploaded as {name}, without its folder here; name one of the hub there")
-    return f"{json.dumps(config | {'base_model_name_or_path': name}, indent=2)}\n".encode()
 
 
 @contextmanager
