@@ -1,4 +1,4 @@
-"""What goes over the network: files of the hub, up and down, and answers of a server; each failure a sentence. No torch."""
+"""What goes over the network: files of the hub, up and down, and answers of a server, each failure a sentence."""
 
 import json
 import os
