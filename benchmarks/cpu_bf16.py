@@ -52,9 +52,9 @@ def make_steps() -> dict[str, Callable[[], Any]]:
     from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
     from finetune.distributed.model_parts import decoder_layers
     from finetune.distributed.world import DataParallelRank
-    from finetune.models.attention import install_attention
     from finetune.models.cross_entropy import install_loss
     from finetune.models.decoder_layers import checkpoint_activations
+    from finetune.models.documents import install_attention
     from finetune.models.load import build_on_meta
     from finetune.optim.optimizers import build_optimizer
 

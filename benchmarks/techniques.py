@@ -31,9 +31,9 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
     from transformers import AutoModelForCausalLM
 
     from finetune.config.schema import Optimization
-    from finetune.models.attention import install_attention
     from finetune.models.cross_entropy import install_loss
     from finetune.models.decoder_layers import compile_layers
+    from finetune.models.documents import install_attention
     from finetune.optim.optimizers import build_optimizer
 
     def make(
@@ -109,9 +109,9 @@ def checkpointing(rounds: int, tokens: int = 4096) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from finetune.models.attention import install_attention
     from finetune.models.cross_entropy import install_loss
     from finetune.models.decoder_layers import checkpoint_activations
+    from finetune.models.documents import install_attention
 
     def make(keeps: Any) -> Any:
         sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 512}

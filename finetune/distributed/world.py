@@ -251,3 +251,38 @@ def _describe_full_disk(error: OSError) -> str:
     if disk.f_files and not disk.f_favail:
         return " (no inodes are left there, though bytes are); remove files, or set output_dir to another disk"
     return f" ({disk_size(disk.f_frsize * disk.f_bavail)} free there); make room, or set output_dir to a larger disk"
+
+
+def sum_over_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sums `tensor` over the ranks of a sequence, with gradients.
+
+    Every rank computes the same loss from the sum, so each must count 1 / ranks of that loss.
+
+    Args:
+        tensor: This rank's part of the sum.
+        group: The ranks that share a sequence; None returns `tensor`.
+    """
+    if group is None:
+        return tensor
+    total: torch.Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def gather_tokens(states: torch.Tensor, group: dist.ProcessGroup, dim: int = 1) -> torch.Tensor:
+    """[rows, tokens of this rank, ...] of every rank of a sequence -> [rows, tokens, ...], without gradients."""
+    parts = [torch.empty_like(states, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, states.contiguous(), group)
+    return torch.cat(parts, dim)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _SumOverRanks.forward(ctx, grad_outputs[0], ctx.group), None

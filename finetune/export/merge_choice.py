@@ -21,7 +21,7 @@ from finetune.export.target import TargetModel, Value, cast_rows
 from finetune.export.values import choose_written_dtype, find_quantized, find_stored, make_dequantizer, plan_values
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json, read_bounded
-from finetune.models.document_layers import depends_on_length, install_document_rotary
+from finetune.models.documents import depends_on_length, install_document_rotary
 from finetune.models.loss_chunks import LogitTransform
 
 ROWS_FILE = "comparison_rows.json"  # in the run's folder

@@ -15,7 +15,7 @@ from finetune.errors import UserError, on_one_line
 from finetune.files.run_files import BenchmarkResult
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_model
 from finetune.inference.inputs import ModelReference
-from finetune.models.document_layers import depends_on_length
+from finetune.models.documents import depends_on_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from finetune.files.network import hub_error
 from finetune.files.tensors import read_folder, read_header
 from finetune.inference.inputs import ModelReference, trained_formats, trained_quantization
 from finetune.models.cpu_products import multiply_in_fp32
-from finetune.models.document_layers import install_document_rotary
+from finetune.models.documents import install_document_rotary
 from finetune.models.load import auto_class_of
 
 

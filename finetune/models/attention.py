@@ -1,39 +1,29 @@
-"""Attention that keeps packed documents apart without an O(tokens^2) mask, on every device, with no flash-attn build.
-
-After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents + 1], the boundaries of
-the documents in the one packed row), `max_document_length` (int), `packed_lengths` (the tokens of each document, for
-kernels that the host starts for each: it need not ask a GPU) and, where `can_continue` says so, `continued` (the place
-of the document that each continues, or None). Without them every row is one document padded on the right. Generation,
-which passes an attention mask or a cache, runs transformers' SDPA.
-
-Where ranks divide a row's tokens between them, each attends for some of the heads, over the whole row.
+"""Attention inside each document of packed rows, without an O(tokens^2) mask, on every device, without flash-attn.
 
 On a CPU attention runs in float32: torch's bf16 backward there is half as fast, and compiles for every length.
+
+Ranks may share the tokens of a row (sequence parallelism). Where they divide the heads (DeepSpeed-Ulysses, Jacobs et
+al. 2023, arXiv:2309.14509), a decoder layer works on this rank's tokens. Before attention an all-to-all trades them for
+heads: a rank gets every token of its heads, among which it attends as one rank alone would, and after attention a
+second one trades back. The backward of each is the all-to-all that returns the gradients; under activation
+checkpointing every rank repeats both in the same order. Fewer key-value heads than ranks are repeated.
+
+More ranks than heads gather the keys and values of the row, and each attends from its own tokens (Llama 3, Grattafiori
+et al. 2024, arXiv:2407.21783, section 3.3.2). Backward, their gradients are summed over the ranks.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache, partial
+import math
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import PreTrainedModel
 
-from finetune.config.compatibility import FLASH_GPUS
-from finetune.config.facts import attends_by_mask
-from finetune.config.families import find_family
 from finetune.config.layout import divides_heads
-from finetune.distributed.model_parts import has_other_parts, language_model_of, other_parts, trunk_of
-from finetune.distributed.sequence_parallel import (
-    gather_keys,
-    take_heads,
-    trade_heads_for_tokens,
-    trade_tokens_for_heads,
-)
+from finetune.distributed.world import all_to_all, gather_tokens
 from finetune.errors import UserError
 from finetune.models.attention_kernels import (
     Continued,
@@ -42,16 +32,8 @@ from finetune.models.attention_kernels import (
     attend_documents,
     attend_from,
     attend_with_mask,
-    find_windows,
     make_masks,
 )
-from finetune.models.document_layers import (
-    depends_on_length,
-    install_document_rotary,
-    install_recurrence,
-    recurrent_modules,
-)
-from finetune.models.routing import find_routing
 
 NAME = "packed"
 # Of the documents of a packed row, and of those in padded rows, which only long-context RoPE reads.
@@ -61,99 +43,10 @@ NO_MASK: dict[str, Any] = {}  # an attention_mask for a whole vision-language mo
 UNSUPPORTED = ("position_bias",)  # arguments that transformers may pass and this attention does not take
 
 
-def install_attention(model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None) -> None:
-    """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation` names.
-
-    `auto` is this module's attention, by torch's kernels or by those of an installed package that is faster on this
-    GPU; `flash_attention_3` and `flash_attention_4` name such a package. Any other name is transformers' own: sdpa,
-    eager and flex_attention find the documents in the position ids, flash_attention_2 receives their boundaries.
-
-    Args:
-        model: An `XForCausalLM`.
-        implementation: As the recipe names it.
-        sequence_group: The ranks that share a row's tokens, only with `auto`; None: each rank has whole rows.
-
-    Raises:
-        UserError: The implementation is not available.
-    """
-    trunk = trunk_of(model)
-    family = find_family(trunk.config.model_type)
-    if implementation == "auto" and _attends_by_mask(trunk):
-        implementation = "sdpa" if trunk._supports_sdpa and family.masks_documents != "here" else "eager"
-    if implementation == "auto":
-        activate_fastest_kernels()
-    elif implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
-        implementation = "auto"
-    if implementation == "auto":
-        _register()
-    try:  # a vision tower keeps its own
-        language_model_of(model).set_attn_implementation(NAME if implementation == "auto" else implementation)
-    except (ImportError, ValueError) as error:
-        raise UserError(
-            f"attn_implementation: {implementation} cannot be used with {type(model).__name__} here "
-            f"({str(error).splitlines()[0]}); leave the key out for packed attention that needs no extra package"
-        ) from error
-    for part in other_parts(model):  # written out, an image's scores would be of the square of its patches
-        if isinstance(part, PreTrainedModel) and part._supports_sdpa:
-            part.set_attn_implementation("sdpa")
-    install_document_rotary(model, sequence_group)
-    install_recurrence(model)
-    rewrite: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "auto": partial(_prepare_for_packed, find_windows(model), sequence_group),
-        "flash_attention_2": _prepare_for_flash,
-        "flash_attention_3": _prepare_for_flash,
-    }
-    if family.masks_documents == "here":
-        rewrite |= dict.fromkeys(("eager", "sdpa"), _mask_documents)
-    # A hook on the trunk, whose every caller passes `use_cache`: False is training.
-    trunk.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)), with_kwargs=True
-    )
-
-    if family.drops_arguments:
-        _hand_down(trunk, "Attention", ("documents", *FLASH_ARGUMENTS))
-    elif family.masks_documents == "here":  # BART's embedding of positions would count the tokens of the row
-        _hand_down(trunk, "PositionalEmbedding", ("position_ids",))
-
-
-def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
-    """Hands the modules whose class is called `kind` what the forward of `trunk` receives under these names."""
-    received: dict[str, Any] = {}
-
-    def receive(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        received.clear()
-        received.update({name: kwargs[name] for name in names if kwargs.get(name) is not None})
-
-    def hand(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if "position_ids" not in received:
-            return args, kwargs | received
-        is_counted = "position_ids" in kwargs and len(received["position_ids"]) == 1
-        return args, kwargs | ({"position_ids": received["position_ids"][0]} if is_counted else {})
-
-    trunk.register_forward_pre_hook(receive, with_kwargs=True)
-    for module in trunk.modules():
-        if type(module).__name__.endswith(kind):
-            module.register_forward_pre_hook(hand, with_kwargs=True)
-
-
-def can_continue(model: Any) -> bool:
-    """Whether a document of `model`'s packed rows may continue another, computed from its own tokens alone.
-
-    Not where something beside our attention reads the tokens of a document or its length (recurrent layers, chunks,
-    long-context RoPE, images), where attention needs a mask of blocks, and where the routers' auxiliary loss counts
-    each token.
-    """
-    trunk, routing = trunk_of(model), find_routing(model)
-    is_ours = trunk.config._attn_implementation == NAME and not has_other_parts(model) and not find_windows(model)
-    is_chunked = "chunked_attention" in (getattr(trunk.config, "layer_types", None) or ())
-    is_recurrent = bool(recurrent_modules(model)) or depends_on_length(trunk)
-    return is_ours and not is_chunked and not is_recurrent and (routing is None or not routing.coefficient)
-
-
 # From the arguments of a training forward to those that the implementation reads. Generation's stay as they are.
 
 
-def _prepare_for_packed(
+def prepare_for_packed(
     windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     kwargs, (boundaries, longest, lengths, _, images, places) = _split_boundaries(kwargs)
@@ -184,20 +77,14 @@ def _split_boundaries(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
+def prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs, (boundaries, longest, *_) = _split_boundaries(kwargs)
     if boundaries is None:
         return kwargs
     return kwargs | dict(zip(FLASH_ARGUMENTS, (boundaries, boundaries, longest, longest), strict=True))
 
 
-def _attends_by_mask(trunk: Any) -> bool:
-    config = trunk.config
-    is_own = type(trunk).__module__.startswith("transformers.")  # and not that of a model's own code
-    return is_own and attends_by_mask(config.model_type, getattr(config, "layer_types", None) or ())
-
-
-def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
+def mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
     """With a mask of all pairs of tokens, for attention that has no other way to know documents."""
     kwargs, (boundaries, *_) = _split_boundaries(kwargs)
     if boundaries is None:
@@ -210,17 +97,17 @@ def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {"attention_mask": mask[None, None]}
 
 
-def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
+def drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
     return _split_boundaries(kwargs)[0]
 
 
 @cache
-def _register() -> None:
+def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register(NAME, packed_attention)
-    # For generation; training passes a mask of its own, see `_prepare_for_packed`.
+    # For generation; training passes a mask of its own, see `prepare_for_packed`.
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
@@ -299,35 +186,70 @@ def _attend_across_ranks(
     return trade_heads_for_tokens(attend_documents(query, key, value, documents, options).to(dtype), group)
 
 
-# A recipe's name -> the module of its package, torch's name for it.
-FLASH_PACKAGES = {"flash_attention_3": ("flash_attn_interface", "FA3"), "flash_attention_4": ("flash_attn.cute", "FA4")}
+def trade_tokens_for_heads(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All heads of this rank's tokens in, all tokens of this rank's heads out, in one all-to-all.
 
-
-def activate_fastest_kernels() -> None:
-    """FlashAttention 3 or 4 if installed and run by this GPU; torch's own 2 for deterministic runs, and otherwise."""
-    if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
-        return
-    major, _ = torch.cuda.get_device_capability()
-    for name in FLASH_PACKAGES:
-        with suppress(UserError):
-            if major in FLASH_GPUS[name] and activate_flash_kernels(name):
-                return
-
-
-def activate_flash_kernels(implementation: str) -> bool:
-    """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own switch; False where
-    FlashAttention 3 is not installed, since transformers finds kernels of it on the hub.
-
-    Raises `UserError` where FlashAttention 4 is not installed.
+    Args:
+        query: [rows, heads, tokens of this rank, head size]; key and value: [rows, key-value heads, ...]; as many
+            tokens on
+            every rank, in order of rank.
+    Returns:
+        [rows, heads / ranks, tokens, head size], and so on; views of one tensor where there is one row.
     """
-    package, name = FLASH_PACKAGES[implementation]
-    try:
-        activate_flash_attention_impl(name)
-    except (ImportError, RuntimeError) as error:
-        if implementation == "flash_attention_3":
-            return False
-        raise UserError(
-            f"attn_implementation: {implementation} needs the package that has {package} ({error}); install "
-            "it, or leave the key out"
-        ) from error
-    return True
+    ranks = group.size()
+    states = [query, *(_repeat_heads(each, ranks) for each in (key, value))]
+    rows, _, tokens, _ = query.shape
+    sizes = [(each.shape[1] // ranks, each.shape[3]) for each in states]
+    parts = [
+        # [ranks, rows, tokens, heads of a rank x head size]
+        each.transpose(1, 2).reshape(rows, tokens, ranks, count * size).movedim(2, 0)
+        for each, (count, size) in zip(states, sizes, strict=True)
+    ]
+    received = all_to_all(torch.cat(parts, dim=-1), group).movedim(0, 1).flatten(1, 2)
+    split = torch.split(received, [count * size for count, size in sizes], dim=-1)
+    query, key, value = (
+        each.view(rows, ranks * tokens, *shape).transpose(1, 2) for each, shape in zip(split, sizes, strict=True)
+    )
+    return query, key, value
+
+
+def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All tokens of this rank's heads in, all heads of this rank's tokens out: what attention returns.
+
+    output: [rows, tokens, heads of this rank, head size] -> [rows, tokens of this rank, heads, head size].
+    """
+    rows, tokens, heads, size = output.shape
+    sent = output.reshape(rows, group.size(), tokens // group.size(), heads * size).movedim(1, 0)
+    received = all_to_all(sent, group)  # [ranks, rows, tokens of this rank, heads x head size]
+    return received.movedim(0, 2).reshape(rows, tokens // group.size(), group.size() * heads, size)
+
+
+def gather_keys(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[rows, heads, tokens of this rank, head size] of every rank -> [rows, heads, tokens, head size], with
+    gradients."""
+    gathered: Tensor = _GatherTokens.apply(states, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def take_heads(of_heads: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of a tensor [heads] that holds one number for every head."""
+    return of_heads.chunk(group.size())[group.rank()]
+
+
+def _repeat_heads(states: Tensor, ranks: int) -> Tensor:
+    """Repeats key-value heads [rows, heads, ...] until their number is a multiple of `ranks`."""
+    return states.repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], dim=1)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_tokens(states, group, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        parts = torch.stack(grad_outputs[0].chunk(ctx.group.size(), dim=2))
+        return all_to_all(parts, ctx.group).sum(0), None

@@ -28,7 +28,6 @@ from finetune.errors import UserError, on_one_line
 from finetune.files.network import download_folder
 from finetune.files.tensors import read_folder
 from finetune.flops import forward_flop_per_token_of
-from finetune.models.attention import install_attention
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
 from finetune.models.decoder_layers import (
@@ -38,6 +37,7 @@ from finetune.models.decoder_layers import (
     compile_layers,
     use_liger_kernels,
 )
+from finetune.models.documents import install_attention
 from finetune.models.embedding import install_embedding_noise, refuse_frozen_tokens, train_new_tokens
 from finetune.models.experts import (
     count_active,

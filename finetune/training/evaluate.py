@@ -15,7 +15,7 @@ from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import unwrapped_call
 from finetune.distributed.world import RankGroup, World
 from finetune.files.json_files import append_json_lines
-from finetune.models.document_layers import depends_on_length
+from finetune.models.documents import depends_on_length
 from finetune.models.fake_quantize import round_from_step
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.training_run import TrainingRun

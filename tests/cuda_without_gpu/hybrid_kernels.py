@@ -156,7 +156,7 @@ def install() -> None:
 
 def compare(family: str) -> dict[str, Any]:
     """How far a packed row is from one document at a time, with the boundaries and without, and what the kernels received."""
-    from finetune.models import document_layers
+    from finetune.models import documents as isolation
     from tests.models.families import documents, gradients, ours, packed, plain_loss, relative_error
     from tests.models.test_recurrent import build, norm
 
@@ -172,11 +172,11 @@ def compare(family: str) -> dict[str, Any]:
         "calls": dict(CALLS),
         "packed": dict(PACKED),
     }
-    read, document_layers._read_documents = document_layers._read_documents, lambda *_: None
+    read, isolation._read_documents = isolation._read_documents, lambda *_: None
     with torch.no_grad():
         result["without"] = relative_error(ours(build(family))(**packed(documents())), truth)
         result["evaluated"] = None
-    document_layers._read_documents = read
+    isolation._read_documents = read
     with torch.no_grad():
         evaluated = plain_loss(build(family).eval(), documents())
         result["evaluated"] = relative_error(ours(build(family)).eval()(**packed(documents())), evaluated)

@@ -167,7 +167,7 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
 
     from finetune.constants import IGNORE_INDEX
     from finetune.data.examples import cut
-    from finetune.models.attention import install_attention
+    from finetune.models.documents import install_attention
     from tests.data.world import store_of
 
     folder = shared / "models" / "stories260k"

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
+from finetune.models.documents import install_attention
 
 WINDOW = 7  # tokens; shorter than the longer documents below
 LENGTHS = (13, 1, 22, 7, 8, 5)

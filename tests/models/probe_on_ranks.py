@@ -16,8 +16,7 @@ from finetune.config.schema import Data, Lora, Model
 from finetune.distributed.join import join, leave
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.models import attention as documents
-from finetune.models import load
+from finetune.models import documents, load
 from finetune.models.decoder_layers import compile_layers
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward

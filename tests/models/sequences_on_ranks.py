@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.models import attention_kernels as block_attention
-from finetune.models.attention import install_attention, packed_attention
+from finetune.models.attention import packed_attention
 from finetune.models.attention_kernels import RowDocuments, ScoreOptions, make_masks
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations, compile_layers
+from finetune.models.documents import install_attention
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 
 NO_MASK = torch.empty((0, 0, 0, 0), dtype=torch.bool)

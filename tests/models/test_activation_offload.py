@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 from finetune.config.schema import Lora
 from finetune.models import attention_kernels as kernels
 from finetune.models import decoder_layers as activation_offload
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import ActivationOffload, CudaCopies, _Kept, checkpoint_activations, compile_layers
+from finetune.models.documents import install_attention
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture

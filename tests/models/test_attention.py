@@ -15,9 +15,10 @@ from finetune.data.tokenizer import end_of_answer_ids
 from finetune.errors import UserError
 from finetune.models import attention as attention
 from finetune.models import attention_kernels as document_attention
-from finetune.models.attention import NAME, install_attention
+from finetune.models.attention import NAME
 from finetune.models.attention_kernels import RowDocuments, ScoreOptions, attend_documents, attend_from
 from finetune.models.decoder_layers import decoder_layers
+from finetune.models.documents import can_continue, install_attention
 from finetune.models.routing import install_routing
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from tests.conftest import make_tokenizer
@@ -317,7 +318,7 @@ def test_what_continues_a_prompt_has_the_loss_and_gradients_of_both_together(
     batch = packed([(prompt[:shared], none), *others])
     batch["position_ids"][:, shared:] += shared * (torch.arange(shared, batch["labels"].shape[1]) < shared + 31)
     batch |= {"packed_lengths": (shared, 9, 21, 1, 5), "continued": (None, 0, 0, 0, None)}
-    assert attention.can_continue(ours(model))
+    assert can_continue(ours(model))
     loss = model(**batch)
     assert abs(loss.item() - true_loss.item()) <= EXACT * true_loss.item()
     for name, gradient in gradients(model, loss).items():
@@ -328,8 +329,8 @@ def test_what_continues_a_prompt_has_the_loss_and_gradients_of_both_together(
 def test_nothing_continues_where_more_than_our_attention_reads_the_tokens_before(family: str) -> None:
     model = build(family, **APART[family])
     install_routing(model, None)
-    assert not attention.can_continue(ours(model))
-    assert not attention.can_continue(ours(build("llama"), "sdpa"))
+    assert not can_continue(ours(model))
+    assert not can_continue(ours(build("llama"), "sdpa"))
 
 
 @pytest.mark.gpu

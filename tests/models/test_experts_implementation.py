@@ -17,9 +17,9 @@ from finetune.config.layout import Layout, MixedPrecision, Sharding
 from finetune.config.schema import Lora
 from finetune.distributed.model_parts import expert_modules, local_part
 from finetune.models import attention_kernels as kernels
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations, compile_layers
+from finetune.models.documents import install_attention
 from finetune.models.experts import (
     DividedExperts,
     choose_experts_implementation,

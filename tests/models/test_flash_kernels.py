@@ -7,7 +7,8 @@ import torch
 from torch.nn import attention as torch_attention
 
 from finetune.errors import UserError
-from finetune.models.attention import NAME, activate_flash_kernels, install_attention
+from finetune.models.attention import NAME
+from finetune.models.documents import activate_flash_kernels, install_attention
 from finetune.training.screens import describe_flash_kernels
 from tests.models.families import build
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
+from finetune.models.documents import install_attention
 from finetune.models.loss_chunks import ChunkOptions, LogitTransform, TokenWeights, compute_fused_chunk
 from tests.models.families import build, documents, ours, packed, relative_error
 from tests.plan.traced import LargestTensor

@@ -60,7 +60,7 @@ def test_a_state_that_runs_into_the_next_document_is_found(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What keeps documents apart in these layers is taken away."""
-    monkeypatch.setattr("finetune.models.document_layers._read_documents", lambda *_: None)
+    monkeypatch.setattr("finetune.models.documents._read_documents", lambda *_: None)
     build(family).save_pretrained(tmp_path)
     recipe, world = (
         Model(model_name_or_path=str(tmp_path), dtype="float32"),

@@ -51,7 +51,7 @@ def norm(gradients: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("family", slow_but(QUICK, RECURRENT))
 def test_without_the_reset_they_differ(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune.models.document_layers._read_documents", lambda *_: None)
+    monkeypatch.setattr("finetune.models.documents._read_documents", lambda *_: None)
     with torch.no_grad():
         truth = plain_loss(build(family), documents())
         assert relative_error(ours(build(family))(**packed(documents())), truth) > 10 * CLOSE

@@ -12,9 +12,9 @@ from finetune.config.families import FAMILIES, PLANNED
 from finetune.config.layout import MixedPrecision, Sharding
 from finetune.config.schema import Lora
 from finetune.distributed.model_parts import expert_modules, local_part
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
+from finetune.models.documents import install_attention
 from finetune.models.experts import GROUPED, divide_layer, keep_factors, register_grouped, set_experts_implementation
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.plan.activations import Computation, kept_bytes, mask_bytes

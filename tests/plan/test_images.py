@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from finetune.config.schema import Lora
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations
+from finetune.models.documents import install_attention
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.models.vision import forward_images
 from finetune.plan.activations import Computation, kept_bytes

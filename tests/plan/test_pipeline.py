@@ -19,8 +19,8 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import Lora, PipelineSchedule
 from finetune.distributed.model_parts import decoder_layers
 from finetune.distributed.pipeline import find_pipeline, keep_own_layers
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
+from finetune.models.documents import install_attention
 from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.plan import make_plan

@@ -12,9 +12,9 @@ from finetune.config.layout import MixedPrecision, Sharding
 from finetune.config.methods import Method
 from finetune.config.schema import Data, DatasetSource, Lora
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations
+from finetune.models.documents import install_attention
 from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.lora import add_adapters
 from finetune.plan.run_spec import RunSpec

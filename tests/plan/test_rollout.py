@@ -7,7 +7,7 @@ import torch
 
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
-from finetune.models.attention import install_attention
+from finetune.models.documents import install_attention
 from finetune.plan.architecture import read_architecture
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.step_memory import plan_phases

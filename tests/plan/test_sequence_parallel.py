@@ -11,9 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations
+from finetune.models.documents import install_attention
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.advice import advise
 from finetune.plan.architecture import read_architecture

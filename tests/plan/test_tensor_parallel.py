@@ -18,9 +18,9 @@ from finetune.constants import loss_chunk_tokens
 from finetune.distributed.model_parts import local_part
 from finetune.distributed.tensor_parallel import VocabularyShard, divide_matrices
 from finetune.errors import UserError
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
+from finetune.models.documents import install_attention
 from finetune.models.lora import add_adapters
 from finetune.models.loss_chunks import ChunkOptions, choose_chunk_tokens
 from finetune.plan.activations import Computation, kept_bytes

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.families import FAMILIES as RULED
 from finetune.constants import PROMPTS_AT_ONCE
-from finetune.models.attention import install_attention
+from finetune.models.documents import install_attention
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from tests.models.families import FAMILIES, VOCABULARY, build, ours

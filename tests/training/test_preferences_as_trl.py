@@ -15,8 +15,8 @@ from finetune.config.methods import METHODS, Method
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
-from finetune.models.attention import install_attention
 from finetune.models.cross_entropy import install_loss
+from finetune.models.documents import install_attention
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.reference import StoredReference, sum_log_probabilities
 from tests.conftest import make_model

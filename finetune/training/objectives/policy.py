@@ -20,7 +20,7 @@ from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.models.attention import can_continue
+from finetune.models.documents import can_continue
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.rollout.collect import Rollouts, Sampler

@@ -1,6 +1,12 @@
-"""Layers beside attention that look past a document's end: each document is computed as if it were alone.
+"""What is put into a model so that it computes each document as if it were alone, packed or padded, on any ranks.
 
-Two kinds need the boundaries of documents, in packed and padded rows, on one rank or many.
+After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents + 1], the boundaries of
+the documents in the one packed row), `max_document_length` (int), `packed_lengths` (the tokens of each document, for
+kernels that the host starts for each: it need not ask a GPU) and, where `can_continue` says so, `continued` (the place
+of the document that each continues, or None). Without them every row is one document padded on the right. Generation,
+which passes an attention mask or a cache, runs transformers' SDPA.
+
+Two kinds of layers beside attention look past a document's end:
 
 `longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers takes the largest position
 of a batch for all of its rows, and its dynamic RoPE keeps the largest length that it has seen. The loss of a document
@@ -16,6 +22,7 @@ document after the other. config/families.py says which modules these are, and w
 import importlib.util
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -24,12 +31,156 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention import activate_flash_attention_impl
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from finetune.config.compatibility import FLASH_GPUS
+from finetune.config.facts import attends_by_mask
 from finetune.config.families import find_family
-from finetune.distributed.model_parts import trunk_of
+from finetune.distributed.model_parts import has_other_parts, language_model_of, other_parts, trunk_of
 from finetune.errors import UserError
+from finetune.models.attention import (
+    FLASH_ARGUMENTS,
+    NAME,
+    drop_boundaries,
+    mask_documents,
+    prepare_for_flash,
+    prepare_for_packed,
+    register,
+)
+from finetune.models.attention_kernels import find_windows
+from finetune.models.routing import find_routing
+
+# A recipe's name -> the module of its package, torch's name for it.
+FLASH_PACKAGES = {"flash_attention_3": ("flash_attn_interface", "FA3"), "flash_attention_4": ("flash_attn.cute", "FA4")}
+
+
+def install_attention(model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None) -> None:
+    """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation` names.
+
+    `auto` is this module's attention, by torch's kernels or by those of an installed package that is faster on this
+    GPU; `flash_attention_3` and `flash_attention_4` name such a package. Any other name is transformers' own: sdpa,
+    eager and flex_attention find the documents in the position ids, flash_attention_2 receives their boundaries.
+
+    Args:
+        model: An `XForCausalLM`.
+        implementation: As the recipe names it.
+        sequence_group: The ranks that share a row's tokens, only with `auto`; None: each rank has whole rows.
+
+    Raises:
+        UserError: The implementation is not available.
+    """
+    trunk = trunk_of(model)
+    family = find_family(trunk.config.model_type)
+    if implementation == "auto" and _attends_by_mask(trunk):
+        implementation = "sdpa" if trunk._supports_sdpa and family.masks_documents != "here" else "eager"
+    if implementation == "auto":
+        activate_fastest_kernels()
+    elif implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
+        implementation = "auto"
+    if implementation == "auto":
+        register()
+    try:  # a vision tower keeps its own
+        language_model_of(model).set_attn_implementation(NAME if implementation == "auto" else implementation)
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"attn_implementation: {implementation} cannot be used with {type(model).__name__} here "
+            f"({str(error).splitlines()[0]}); leave the key out for packed attention that needs no extra package"
+        ) from error
+    for part in other_parts(model):  # written out, an image's scores would be of the square of its patches
+        if isinstance(part, PreTrainedModel) and part._supports_sdpa:
+            part.set_attn_implementation("sdpa")
+    install_document_rotary(model, sequence_group)
+    install_recurrence(model)
+    rewrite: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "auto": partial(prepare_for_packed, find_windows(model), sequence_group),
+        "flash_attention_2": prepare_for_flash,
+        "flash_attention_3": prepare_for_flash,
+    }
+    if family.masks_documents == "here":
+        rewrite |= dict.fromkeys(("eager", "sdpa"), mask_documents)
+    # A hook on the trunk, whose every caller passes `use_cache`: False is training.
+    trunk.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, rewrite.get(implementation, drop_boundaries)(kwargs)), with_kwargs=True
+    )
+
+    if family.drops_arguments:
+        _hand_down(trunk, "Attention", ("documents", *FLASH_ARGUMENTS))
+    elif family.masks_documents == "here":  # BART's embedding of positions would count the tokens of the row
+        _hand_down(trunk, "PositionalEmbedding", ("position_ids",))
+
+
+def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
+    """Hands the modules whose class is called `kind` what the forward of `trunk` receives under these names."""
+    received: dict[str, Any] = {}
+
+    def receive(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        received.clear()
+        received.update({name: kwargs[name] for name in names if kwargs.get(name) is not None})
+
+    def hand(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "position_ids" not in received:
+            return args, kwargs | received
+        is_counted = "position_ids" in kwargs and len(received["position_ids"]) == 1
+        return args, kwargs | ({"position_ids": received["position_ids"][0]} if is_counted else {})
+
+    trunk.register_forward_pre_hook(receive, with_kwargs=True)
+    for module in trunk.modules():
+        if type(module).__name__.endswith(kind):
+            module.register_forward_pre_hook(hand, with_kwargs=True)
+
+
+def can_continue(model: Any) -> bool:
+    """Whether a document of `model`'s packed rows may continue another, computed from its own tokens alone.
+
+    Not where something beside our attention reads the tokens of a document or its length (recurrent layers, chunks,
+    long-context RoPE, images), where attention needs a mask of blocks, and where the routers' auxiliary loss counts
+    each token.
+    """
+    trunk, routing = trunk_of(model), find_routing(model)
+    is_ours = trunk.config._attn_implementation == NAME and not has_other_parts(model) and not find_windows(model)
+    is_chunked = "chunked_attention" in (getattr(trunk.config, "layer_types", None) or ())
+    is_recurrent = bool(recurrent_modules(model)) or depends_on_length(trunk)
+    return is_ours and not is_chunked and not is_recurrent and (routing is None or not routing.coefficient)
+
+
+def _attends_by_mask(trunk: Any) -> bool:
+    config = trunk.config
+    is_own = type(trunk).__module__.startswith("transformers.")  # and not that of a model's own code
+    return is_own and attends_by_mask(config.model_type, getattr(config, "layer_types", None) or ())
+
+
+def activate_fastest_kernels() -> None:
+    """FlashAttention 3 or 4 if installed and run by this GPU; torch's own 2 for deterministic runs, and otherwise."""
+    if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
+        return
+    major, _ = torch.cuda.get_device_capability()
+    for name in FLASH_PACKAGES:
+        with suppress(UserError):
+            if major in FLASH_GPUS[name] and activate_flash_kernels(name):
+                return
+
+
+def activate_flash_kernels(implementation: str) -> bool:
+    """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own switch; False where
+    FlashAttention 3 is not installed, since transformers finds kernels of it on the hub.
+
+    Raises `UserError` where FlashAttention 4 is not installed.
+    """
+    package, name = FLASH_PACKAGES[implementation]
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:
+        if implementation == "flash_attention_3":
+            return False
+        raise UserError(
+            f"attn_implementation: {implementation} needs the package that has {package} ({error}); install "
+            "it, or leave the key out"
+        ) from error
+    return True
+
 
 LENGTH_DEPENDENT = ("longrope", "dynamic")
 DEFAULT = None  # the layer type where all layers have the same RoPE
