@@ -46,19 +46,12 @@ from finetune.optim.optimizers import build_optimizer
 from finetune.plan.architecture import find_local_facts
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
-from finetune.training.lifecycle import (
-    check_offload_dir,
-    fix_template_date,
-    make_objectives,
-    open_run_folder,
-    prompt_ids,
-    start_run,
-)
+from finetune.training.lifecycle import fix_template_date, make_objectives, open_run_folder, prompt_ids, start_run
 from finetune.training.objectives.distill import read_teacher_facts
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.reference import evaluating
-from finetune.training.screens import explain_out_of_memory
+from finetune.training.screens import check_offload_dir, explain_out_of_memory
 from finetune.training.step import forward_backward
 from finetune.training.training_run import TrainingRun
 from finetune.training.update import clip_and_update, handle_nonfinite, make_guard, set_learning_rate

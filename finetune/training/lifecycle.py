@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -41,8 +40,6 @@ from finetune.files.run_files import drop_later_lines
 from finetune.flops import flop_per_token_of
 from finetune.models.load import ModelSize, Teacher, load_teacher
 from finetune.models.probe import check_training_forward
-from finetune.optim.offload import check_scratch_folder
-from finetune.plan.plan import make_plan
 from finetune.training.callbacks import Hooks, Tracker, list_trackers, open_tracker
 from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
@@ -88,21 +85,6 @@ def _open_folder(folder: Path, recipe: Recipe) -> None:
     if recipe.model.model_name_or_path is not None:
         restore_folder(Path(recipe.model.model_name_or_path))
     refuse_damaged_model(recipe)
-
-
-def check_offload_dir(recipe: Recipe, world: World) -> None:
-    """Raises `UserError`, on all ranks, where `offload_dir` cannot be written on one of them, is in memory, or has less
-    space than the plan says that the files of its node take. All ranks call it."""
-    if recipe.optimization.optim_offload == "none":
-        return
-    folder = Path(recipe.optimization.offload_dir or "")
-    needed = 0
-    with suppress(UserError):  # a family that trains, but cannot be planned: the files themselves will find out
-        files = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu").spec.files()
-        needed = files.size * world.local_size if files is not None else 0
-    RankGroup(world).on_all(
-        lambda: check_scratch_folder(folder, needed, world.local_size) if world.local_rank == 0 else None
-    )
 
 
 def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from finetune.data.findings import check_longest_example
 from finetune.data.prepare import PreparedData
 from finetune.distributed.model_parts import decoder_layers, unwrap
 from finetune.distributed.parallelize import count_wrapped_units
-from finetune.distributed.world import World
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_lines, read_json_object
 from finetune.files.run_files import find_divergence, losses_of
@@ -32,7 +32,7 @@ from finetune.models.cpu_products import describe_products
 from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher
 from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear, quantized_layers
-from finetune.optim.offload import OffloadedOptimizer
+from finetune.optim.offload import OffloadedOptimizer, check_scratch_folder
 from finetune.plan.advice import list_changes
 from finetune.plan.plan import format_plan, make_plan
 from finetune.plan.step_memory import find_peak
@@ -303,6 +303,21 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
             print(f"remark     {note}")
     print(f"steps      {f'{epoch:,} an epoch, ' if epoch else ''}{data.train.steps:,} in all")
     print(f"attention  {attention}")
+
+
+def check_offload_dir(recipe: Recipe, world: World) -> None:
+    """Raises `UserError`, on all ranks, where `offload_dir` cannot be written on one of them, is in memory, or has less
+    space than the plan says that the files of its node take. All ranks call it."""
+    if recipe.optimization.optim_offload == "none":
+        return
+    folder = Path(recipe.optimization.offload_dir or "")
+    needed = 0
+    with suppress(UserError):  # a family that trains, but cannot be planned: the files themselves will find out
+        files = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu").spec.files()
+        needed = files.size * world.local_size if files is not None else 0
+    RankGroup(world).on_all(
+        lambda: check_scratch_folder(folder, needed, world.local_size) if world.local_rank == 0 else None
+    )
 
 
 @contextmanager
