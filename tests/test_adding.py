@@ -97,6 +97,8 @@ def test_one_of_each_kind_is_added_by_the_files_that_the_page_names(
     reads = "from finetune.data.formats import DatasetSource, parse_row as p; print(p({'riddle': 'A', 'solved': 'B'}, DatasetSource(path='')))"
     parsed = run_command(["python", "-c", reads], cwd=copy)
     assert "Completion(prompt='A', completion='B')" in parsed.stdout and "'riddle'" in parsed.stdout, parsed.stderr
+    known = "from finetune.data.formats import DatasetSource, parse_row as p; p({'nothing': 1}, DatasetSource(path=''))"
+    assert "known formats: riddle + solved, messages" in run_command(["python", "-c", known], cwd=copy).stderr
     layout = ["--config", "fsdp_tensor_parallel", "--num-processes", "8"]
     plan = ["plan", "--recipe", recipe, *layout, "model_name_or_path=null", "tokenizer_name_or_path=T"]
     planned = run_command(["python", "-m", "finetune", *plan, f"model_config={json.dumps(HELIUM)}"], cwd=copy)

@@ -20,6 +20,7 @@ from finetune.config.layout import FP8_MULTIPLE, shard_experts
 from finetune.config.module_names import find_expert_layers, is_within
 from finetune.config.quantization import BLOCK, LOAD_KEYS, PUBLISHED, describe_quantization
 from finetune.config.rule import (
+    BF16,
     Case,
     Rule,
     has_ep,
@@ -212,10 +213,6 @@ def _has_unfit_attention(case: Case) -> bool:
     is_its_own = kind in ("auto", "eager") or supports in read_family_source(family)
     is_packed = by_mask and kind in ("auto", "eager", "sdpa")
     return not is_its_own or (case.recipe.data.packing and not is_packed)
-
-
-def _has_unknown_layers(case: Case) -> bool:
-    return has_unknown_layers(case.model.model_type, case.model.layer_types)
 
 
 def _attends_by_mask(case: Case) -> bool:
@@ -449,14 +446,14 @@ RULES: tuple[Rule, ...] = (
     model_layout_rule(
         "FP8 of a mixture", "mixed_precision", when=lambda c: has_fp8(c) and c.model.experts,
         message="mixed_precision: fp8: {name} is a mixture of experts, which torchao does not multiply in FP8",
-        fix={"mixed_precision": "bf16"},
+        fix=BF16,
     ),
     model_layout_rule(
         "FP8 without a layer", "mixed_precision",
         when=lambda c: has_fp8(c) and not c.model.experts and not _has_fp8_layer(c),
         message="mixed_precision: fp8: {name} has no linear layer that can be multiplied in FP8: their sizes must be "
         f"multiples of {FP8_MULTIPLE}",
-        fix={"mixed_precision": "bf16"},
+        fix=BF16,
     ),
     # Layers across tokens: which keep documents apart, which ranks can share
     model_layout_rule(
@@ -475,7 +472,7 @@ RULES: tuple[Rule, ...] = (
     ),
     model_rule(
         "layers with a state", "packing", "model_name_or_path",
-        when=lambda c: c["packing"] and _has_unknown_layers(c),
+        when=lambda c: c["packing"] and has_unknown_layers(c.model.model_type, c.model.layer_types),
         message=lambda c: f"{c.name}: {c.model.model_type} has "
         f"{', '.join(sorted(c.model.layer_types - PACKED_LAYER_TYPES))} layers, in which packed documents cannot be "
         "kept apart",

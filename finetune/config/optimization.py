@@ -62,14 +62,6 @@ def _adam(shape: Shape, itemsize: int) -> int:
     return 2 * itemsize * prod(shape) + FP32
 
 
-def _adam_bf16(shape: Shape, itemsize: int) -> int:
-    return _adam(shape, ITEMSIZE["bfloat16"])
-
-
-def _adam_fp32(shape: Shape, itemsize: int) -> int:
-    return _adam(shape, FP32)
-
-
 def _adam_8bit(shape: Shape, itemsize: int) -> int:
     """Moments of a byte a number, with a scale for each block and a map; small tensors and uneven ones in fp32."""
     numel = prod(shape)
@@ -98,13 +90,15 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         decouples_decay=False, converted=r"(.*\.)?adam",
     ),
     "adamw_bf16_moments": OptimizerFacts(
-        help="keeps its moments in bf16: 4 bytes a parameter instead of 8", count_state=_adam_bf16,
+        help="keeps its moments in bf16: 4 bytes a parameter instead of 8",
+        count_state=lambda shape, _: _adam(shape, ITEMSIZE["bfloat16"]),
         moment_itemsize=ITEMSIZE["bfloat16"], advice="moments rounded to bf16, no more time", reads_found_inf=True,
         conflicts={"an uneven vocabulary": "it rounds the moments of equal shards alike"},
     ),
     "adamw_8bit": OptimizerFacts(
         help="keeps them in 8 bits: 2 bytes, by torchao, which has to be installed; not under FSDP1",
-        count_state=_adam_8bit, count_saved=_adam_fp32, advice="moments in 8 bits; needs torchao", package="torchao",
+        count_state=_adam_8bit, count_saved=lambda shape, _: _adam(shape, FP32),
+        advice="moments in 8 bits; needs torchao", package="torchao",
         conflicts={
             "FSDP1": "FSDP1 cannot save its moments",
             "tp_size": "its blocks of moments cross the shards",
