@@ -71,7 +71,7 @@ def prepare(recipe: Recipe) -> "PreparedData":
     from finetune.distributed.world import alone
 
     expect_recipe(recipe)
-    return prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), alone())
+    return prepare_data(recipe, load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools), alone())
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
     """A run from its recipe to its export. `callbacks`: beside the recipe's."""
     recipe, sharding = _check(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported
     set_library_environment(deterministic=recipe.run.deterministic)
+    from finetune.rollout.collect import try_rewards
     from finetune.session import Session
     from finetune.training.callbacks import load_hooks
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
@@ -73,6 +74,8 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
     with Session(recipe, sharding, saves=not dry_run) as session:
         data, world = session.data, session.world
         if dry_run:
+            if recipe.method_facts.samples:
+                try_rewards(session.recipe, world, data)
             return print_plan(session.recipe, world, data) if world.is_main else None
         if is_finished(session.folder, session.recipe, session.inputs, data.train.steps, world):
             return None

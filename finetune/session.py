@@ -163,7 +163,7 @@ class Session:
     def _read(self, recipe: Recipe, ranks: int, *, saves: bool) -> None:
         """Reads all but the weights, and asks the rules once more, with what config and tokenizer say."""
         self._folder = open_run_folder(recipe, self.world) if saves else None
-        self.tokenizer = load_tokenizer(recipe.model, recipe.data)
+        self.tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
         if self._folder is not None:
             recipe = fix_template_date(recipe, self._folder, self.tokenizer, self.world)
         self._vocabulary = plan_vocabulary(self.tokenizer, recipe.model)

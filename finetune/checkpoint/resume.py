@@ -75,6 +75,7 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "adapter": (("adapter_name_or_path",), f"adapter_name_or_path: {STARTED}"),
     "metrics": (("metrics",), "metrics: the same functions are named, but their files have changed"),
     "rewards": (("rewards",), "rewards: the same functions are named, but their files have changed"),
+    "tools": (("tools",), "tools: the same functions are named, but their files have changed"),
     "callbacks": (("callbacks",), "callbacks: the same classes are named, but their files have changed"),
     "teacher": (OF_TEACHER, f"{OF_TEACHER[0]}: the same name is given, but its config.json or weights have changed"),
 }
@@ -140,8 +141,9 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
     for key in ("metrics", "callbacks"):
         named = getattr(recipe.run, key)
         found[key] = _hash([hash_file(str(file_of(name))) for name in named]) if named else None
-    files = [str(file_of(name)) for name in recipe.rollout.rewards if name not in SHIPPED_REWARDS]
-    found["rewards"] = _hash(list(map(hash_file, files))) if files else None
+    for key in ("rewards", "tools"):
+        files = [str(file_of(name)) for name in getattr(recipe.rollout, key) if name not in SHIPPED_REWARDS]
+        found[key] = _hash(list(map(hash_file, files))) if files else None
     base, teacher = _find_folder(recipe.model), _find_folder(recipe.teacher)
     if base is not None:
         found["config"] = _hash_config(base)

@@ -199,6 +199,7 @@ RULES: tuple[Rule, ...] = (
         message="beta has no effect with loss_type: {loss_type}, whose loss has one ratio for a completion",
         advice="set beta: 0, or another loss_type",
     ),
+    no_effect("max_tool_calling_iterations", "without tools", lambda c: not c["tools"], "tools"),
     Rule(
         name="a weight for each reward", keys=("reward_weights", "rewards"),
         when=lambda c: samples(c) and c["reward_weights"] is not None

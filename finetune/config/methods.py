@@ -55,6 +55,12 @@ class Rollout:
     rewards: Annotated[tuple[str, ...], PythonName, SameOnResume,
         "What a completion is worth: functions of files of yours, such as my_rewards.py:right, with TRL's arguments, "
         "and these names: " + "; ".join(f"{name}: {says}" for name, says in SHIPPED_REWARDS.items()) + "."] = ()
+    tools: Annotated[tuple[str, ...], PythonName, SameOnResume,
+        "What the model may call before it answers: functions of files of yours, such as my_tools.py:multiply, with "
+        "type hints and a docstring that describes each argument, as TRL's. What they answer is part of the completion "
+        "and is not trained on."] = ()
+    max_tool_calling_iterations: Annotated[Positive | None, SameOnResume,
+        "How many turns of a completion may call tools; null: as many as max_completion_length has room for."] = None
     reward_weights: Annotated[tuple[float, ...] | None, SameOnResume,
         "A number for each of rewards, which are summed with it; null: 1."] = None
     num_generations: Annotated[Positive, SameOnResume,
@@ -104,9 +110,10 @@ class Rollout:
     log_completions: Annotated[int, Ge(0),
         "The number of prompts in a step whose completions are written to completions.jsonl, with their rewards."] = 1
     reward_timeout_seconds: Annotated[float, Gt(0),
-        "How long the rewards of a step may take; they are computed in a process of their own."] = 60.0
+        "How long the rewards of a step may take, and the tools of a turn; they run in a process of their own."] = 60.0
     on_bad_reward: Annotated[Literal["error", "zero"], SameOnResume,
-        "What is done where a reward raises, takes too long or is not finite: the run ends, or it is 0 and counted."
+        "What is done where a reward raises, takes too long or is not finite: the run ends, or it is 0 and counted. "
+        "Where a tool takes too long: the run ends, or the model reads so in place of a result."
     ] = "error"
 
     @property

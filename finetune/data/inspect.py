@@ -54,7 +54,7 @@ STYLES = {"prompt": UNTRAINED[0], "other": "\033[31m", "trained": TRAINED[0], "u
 def inspect_command(options: argparse.Namespace) -> int:
     """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop training, else 0."""
     recipe = _build_recipe(options)
-    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
     train, report = preview_data(recipe, tokenizer, alone())
     names_model = options.recipe or options.model or not options.file
     longest = recipe.data.max_length if recipe.data.streaming else int(train.examples.lengths.max())

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any
 
+from finetune.config.user_code import load, place_of
+from finetune.errors import UserError
 from finetune.units import counted
 
 Message = dict[str, Any]  # role, content and whatever else the chat template reads
@@ -110,6 +112,17 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
     return tuple(
         {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
     )
+
+
+def describe_tool(name: str) -> Tool:
+    """The JSON schema of the function `FILE.py:NAME`. Raises `UserError` for one without type hints or a docstring."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    function = load(name)
+    try:
+        return dict(get_json_schema(function))
+    except Exception as error:  # its own kinds, and what type hints raise
+        raise UserError(f"{place_of(function)}{name.rpartition(':')[2]}, a tool: {error}") from None
 
 
 def parse_json(value: Any) -> Any:

@@ -383,7 +383,9 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
         answer = str(conversation.messages[-1]["content"])
     messages = conversation.messages[:-1]
     asked = replace(conversation, messages=messages, trained=(False,) * len(messages))
-    return ParsedRow((Group((Question(asked, _keep(row, list(messages), answer)),)),), "messages", ())
+    variables = {**(source.chat_template_kwargs or {}), **conversation.variables}
+    kept = _keep(row, list(messages), answer, variables=variables, tools=conversation.tools)
+    return ParsedRow((Group((Question(asked, kept),)),), "messages", ())
 
 
 def _name_prompt(row: Row, source: DatasetSource) -> str:
@@ -403,12 +405,16 @@ def _find_answer(columns: Columns, source: DatasetSource) -> str | None:
     return next((columns.row[name] for name in names if isinstance(columns.row.get(name), str)), None)
 
 
-def _keep(row: Row, prompt: Any, answer: str | None) -> str:
-    """What reward functions get of the row, as JSON; what JSON lacks, such as dates, as text."""
+def _keep(row: Row, prompt: Any, answer: str | None, **of_template: Any) -> str:
+    """What reward functions get of the row, as JSON; what JSON lacks, such as dates, as text.
+
+    `of_template`: what the chat template reads beside the messages.
+    """
     columns = {name: value for name, value in row.items() if name not in OF_COMPLETION}
     if answer is not None:
         columns.setdefault(ANSWER, answer)
-    return json.dumps({"prompt": prompt, "columns": columns}, ensure_ascii=False, default=str)
+    kept = {"prompt": prompt, "columns": columns} | {name: value for name, value in of_template.items() if value}
+    return json.dumps(kept, ensure_ascii=False, default=str)
 
 
 def check_prompt(question: Question, text: str, has_template: bool) -> Iterator[str]:

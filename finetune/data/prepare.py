@@ -52,6 +52,7 @@ from finetune.data.token_store import (
 )
 from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.data.tokenizer import PLAIN
+from finetune.data.tool_calls import make_tool_turns
 from finetune.distributed.world import DataParallelRank
 from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file
@@ -297,6 +298,8 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> Pre
     A tokenizer without a chat template gets the plain one where conversations need it. Raises `UserError` for data that
     cannot be read, and for fatal findings.
     """
+    if recipe.rollout.tools:
+        make_tool_turns(recipe, tokenizer)  # or it says why no tool can be called
     if recipe.data.streaming:
         data = _prepare_stream(recipe, tokenizer, world)
     else:

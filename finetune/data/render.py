@@ -257,9 +257,11 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             return RenderedText("", (), False, group_hash=identity, tokens=document)
         case Question(question, row):
             if isinstance(question, str):
+                if renderer.tools:
+                    raise BadRow("a prompt as text has no chat template, which describes the tools; make it messages")
                 return RenderedText(question.removeprefix(renderer.bos), (), True, row=row)
             messages, own = read_messages(question, renderer), add_variables(renderer, question.variables)
-            whole = apply_template(own, messages, question.tools, add_generation_prompt=True)
+            whole = apply_template(own, messages, question.tools or own.tools, add_generation_prompt=True)
             return RenderedText(whole, (), False, tuple(check_prompt(document, whole, renderer.has_template)), row=row)
         case Completion(prompt, completion, _):
             prompt = prompt.removeprefix(renderer.bos)

@@ -427,6 +427,11 @@ def _encode(pieces: Sequence[_Piece], encoder: Encoder) -> Iterator[list[int]]:
     yield from _encode_stretch(pieces[start:], encoder)
 
 
+def encode_after(text: str, before: str, encoder: Encoder) -> list[int]:
+    """The ids of a text that follows the special token `before`, as within the whole text."""
+    return _encode_stretch([_Piece(text, trained=False, before=before)], encoder)[0]
+
+
 def _encode_stretch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
     contexts = {piece.before for piece in pieces} - {"", "\n"}
     ids_of = {text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from difflib import get_close_matches
@@ -17,7 +17,7 @@ from finetune.config.pretrained import Vocabulary, load_config, refuse_other_pat
 from finetune.config.schema import Data, Model, Turns
 from finetune.constants import GENERATION_FILE, grow_rows
 from finetune.data.images import ImageProcessor, split_parts
-from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool
+from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool, describe_tool
 from finetune.data.template_sandbox import compile_template
 from finetune.errors import UserError, first_line
 from finetune.files.json_files import read_json_object
@@ -67,15 +67,17 @@ def read_template(name: str) -> str:
 USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")  # a vocabulary that has one stops at it
 
 
-def load_tokenizer(model: Model, data: Data) -> Any:
+def load_tokenizer(model: Model, data: Data, tools: Sequence[str] = ()) -> Any:
     """The fast tokenizer of `tokenizer_name_or_path` or the model, with the recipe's tokens and template.
 
-    Raises `UserError` if there is none, none with a fast (Rust) implementation, or if the tokens do not fit it.
+    `tools`: functions that prompts describe. Raises `UserError` if there is no tokenizer, none with a fast (Rust)
+    implementation, if the tokens do not fit it, or for a function without type hints or a docstring.
     """
     tokenizer = _load_own(model)
     _add_tokens(tokenizer, model)
     tokenizer.stop_tokens = (*model.eot_tokens, *_read_stop_tokens(model, tokenizer))
     tokenizer.images = ImageProcessor(model, tokenizer)
+    tokenizer.tools = tuple(map(describe_tool, tools))
     if data.chat_template is not None:
         tokenizer.chat_template = read_template(data.chat_template)
     return tokenizer
@@ -288,6 +290,7 @@ class Renderer:
     unthinking: str | None = None  # before a content without reasoning; None: it writes no reasoning, or closes it
     train_on_reasoning: bool = True
     response_template: Any = None  # how transformers reads a reply back as a message
+    tools: Tools = ()  # of the recipe, which prompts without tools of their own describe
     images: ImageProcessor | None = None  # None: the tokenizer is of no recipe's model
     reads_parts: bool = False  # the template gets each content as a list of parts, as beside an image
 
@@ -327,6 +330,7 @@ def make_renderer(
         backend=tokenizer.backend_tokenizer,
         train_on_reasoning=train_on_reasoning,
         response_template=getattr(tokenizer, "response_template", None),
+        tools=getattr(tokenizer, "tools", ()),
         images=getattr(tokenizer, "images", None),
     )
     return _probe_turn(renderer)

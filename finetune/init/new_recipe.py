@@ -355,6 +355,7 @@ def _method(fit: Fit) -> Iterator[str]:
         yield _line("teacher_model_name_or_path", fit.keys["teacher_model_name_or_path"], "with the same tokenizer")
     if "rewards" in fit.keys:
         yield _line("rewards", fit.keys["rewards"], "what a completion is worth")
+        yield "# tools: [my_tools.py:multiply]  # functions that the model may call before it answers"
         yield _line("num_generations", 8, "completions of each prompt, which are compared")
         yield _line("max_completion_length", fit.keys["max_completion_length"], "tokens; the rest is for the prompt")
 

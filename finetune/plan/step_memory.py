@@ -258,6 +258,8 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
     a, run, keys, length = spec.computed, spec.computation, spec.recipe.rollout, spec.recipe.data.max_length
     rows = min(keys.per_device_generation_batch_size, -(-spec.rows_per_step // spec.data_ranks))
     prompts, tokens = -(-rows // keys.num_generations), length - keys.max_completion_length
+    if keys.tools:  # a turn reads all before it as a prompt of its own, of any length beside that of the others
+        prompts, tokens, length = rows, length, length + keys.max_completion_length
     some = min(prompts, PROMPTS_AT_ONCE)
     forward = _forward(spec, at_rest, "completions sampled", some * tokens)
     # Which tokens see each other, and as numbers that are added; none where prompts are packed.

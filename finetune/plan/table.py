@@ -104,6 +104,7 @@ def _describe_method(spec: RunSpec) -> list[str]:
             f"method     {spec.recipe.method.method}: {keys.num_generations} completions of "
             f"{counted(spec.global_batch_size, 'prompt')} a step, of up to {keys.max_completion_length:,} tokens each, "
             f"{keys.per_device_generation_batch_size} at once on a rank; as if each filled a row",
+            *(["           tools answer in between, whose time is not planned"] if keys.tools else []),
             *(
                 []
                 if spec.recipe.samples_itself

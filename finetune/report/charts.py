@@ -220,6 +220,7 @@ def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
         _make_chart("groups_without_signal", "Groups without signal", "% of the prompts whose completions all got the same reward", _make_lines(runs, "frac_reward_zero_std", lambda v: 100 * v), zero=True),
         _make_chart("completion_length", "Length of completions", "tokens; points: held-out", _loss_lines(runs, "completions/mean_length"), zero=True),
         _make_chart("entropy", "Entropy", "nats a token, of what was sampled from", _make_lines(runs, "entropy"), zero=True),
+        _make_chart("tool_calls", "Calls of tools", "a completion", _make_lines(runs, "tools/call_frequency"), zero=True),
         _make_chart("log_ratio", "Largest raw log-ratio", "of a token between sampler and trainer: 0 in theory", _make_lines(runs, "log_ratio/max"), zero=True),
         _make_chart("clip_ratio", "Ratios outside the bounds", "% of the tokens, from which the loss learns nothing; 0 where each step samples", _make_lines(runs, "clip_ratio", lambda v: 100 * v), zero=True),
         _make_chart("corrected", "Corrected tokens", "% whose ratio of training to sampling is truncated or masked", _make_lines(runs, "importance_sampling/corrected", lambda v: 100 * v), zero=True),

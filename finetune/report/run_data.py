@@ -46,7 +46,7 @@ OF_METRICS = dict.fromkeys(("step", "tokens", "trained_tokens", "peak_memory_byt
 OF_RECIPE = {"model_config": {}, "model_name_or_path": str}
 OF_ENVIRONMENT = {"ranks": int}
 OF_SAMPLE = {"step": int}
-OF_COMPLETION = {"step": int, "rewards": {}, "advantage": NUMBER}
+OF_COMPLETION = {"step": int, "rewards": {}, "advantage": NUMBER, "parts": [str]}
 OF_SOURCE = dict.fromkeys(
     ("rows_read", "rows_skipped", "examples", "pairs", "tokens", "trained_tokens", "overlong", "duplicates"), int
 )
@@ -346,7 +346,7 @@ def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]
     return found
 
 
-def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, str]]]]:
+def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
     """(step, its completions) of at most MAX_SAMPLES steps, from the first to the last."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
@@ -357,11 +357,12 @@ def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[d
     return [(steps[i], [_describe_completion(line) for line in by_step[steps[i]]]) for i in shown]
 
 
-def _describe_completion(line: Mapping[str, Any]) -> dict[str, str]:
+def _describe_completion(line: Mapping[str, Any]) -> dict[str, Any]:
     rewards = ((name, value) for name, value in (line.get("rewards") or {}).items())
     said = ", ".join(f"{name} {'–' if value is None else _format_number(value)}" for name, value in rewards)
     advantage = line.get("advantage")
-    texts = {key: str(line.get(key, "")) for key in ("prompt", "completion", "ended")}
+    texts: dict[str, Any] = {key: str(line.get(key, "")) for key in ("prompt", "completion", "ended")}
+    texts["parts"] = line.get("parts") or [texts["completion"]]  # of the model and of tools, in turn
     return texts | {"rewards": said, "advantage": "" if advantage is None else f"{advantage:+.2f}"}
 
 

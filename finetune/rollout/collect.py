@@ -6,9 +6,11 @@ them.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from functools import partial
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +23,19 @@ from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Examples, cut, make_generator
+from finetune.data.messages import Message
 from finetune.data.packing import BatchConfig, StoredBatches, make_batches
+from finetune.data.prepare import PreparedData
 from finetune.data.token_store import Tokens, keep_in_memory
 from finetune.data.tokenize import SourceStats
+from finetune.data.tokenizer import end_of_answer_ids
+from finetune.data.tool_calls import ToolTurns
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.rollout.engine import Ended, Engine, Request, Rollout, Sampled, Sampling, find_advantages
 from finetune.rollout.rewards import Rewards, Scores
+from finetune.rollout.turns import Conversations, take_turns
+from finetune.rollout.vllm import check_server
 
 Record = Callable[[list[dict[str, Any]]], None]
 ROWS_OF_RANK = 4  # at least, of which each rank gets as many: longer ones would leave some ranks with much less
@@ -41,10 +49,11 @@ class Sampler:
     recipe: Recipe
     world: World
     tokenizer: Any
-    engine: Engine
+    engine: Engine | None  # None: nothing is sampled
     rewards: Rewards
     steps: int  # in the whole run
     shares_prompts: bool = False  # whether a step computes the prompt of a group once
+    tools: ToolTurns | None = None  # None: no tool is called
 
     def roll_out(
         self,
@@ -71,11 +80,15 @@ class Sampler:
             for place, prompt in enumerate(ids, first_place)
             for generation in range(generations)
         ]
-        groups, group = self.world.tensor_group_count, self.world.tensor_group_index
-        first, end = (len(requests) * index // groups for index in (group, group + 1))
-        sampled = self._gather(self.engine.sample(requests[first:end], sampling))
-        of_completion = np.repeat(example_ids, generations)
-        found = RankGroup(self.world).on_main(lambda: asdict(self._score(examples, of_completion, sampled, step)))
+        of_completion, ranks = np.repeat(example_ids, generations), RankGroup(self.world)
+        rows = _read_rows(examples, of_completion) if self.world.is_main else []
+        sample, messages = partial(self._sample, sampling), [list[Message]() for _ in rows]
+        if self.tools is None:
+            sampled = sample(requests)
+        else:
+            talks = Conversations(self.tools, self.rewards, sampling.max_tokens, rows, messages)
+            sampled = take_turns(requests, sample, talks, keys.max_tool_calling_iterations, ranks)
+        found = ranks.on_main(lambda: asdict(self.score(rows, sampled, messages, step)))
         scores = np.array(found["by_function"], np.float64).T.reshape(len(sampled), len(keys.rewards))
         weights = np.array(keys.reward_weights or [1.0] * len(keys.rewards))
         rewards = np.where(np.isnan(scores).all(1), np.nan, np.nansum(scores * weights, 1))  # nan without functions
@@ -83,18 +96,27 @@ class Sampler:
         made = Rollout(of_completion, prompts, sampled, scores, rewards, found["failures"], generations, len(ids), 0)
         return replace(made, flat_groups=int((made.deviations() == 0).sum()))
 
-    def _gather(self, mine: list[Sampled]) -> list[Sampled]:
-        """All ranks' completions, in order of rank; ranks of a tensor parallel group have sampled the same."""
-        each = self.world.gather([s.as_json() for s in mine])[:: self.world.size // self.world.tensor_group_count]
+    def _sample(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
+        """A completion of each request; each rank samples a share, those of a tensor parallel group the same."""
+        groups, group = self.world.tensor_group_count, self.world.tensor_group_index
+        first, end = (len(requests) * index // groups for index in (group, group + 1))
+        assert self.engine is not None
+        mine = self.engine.sample(requests[first:end], sampling)
+        each = self.world.gather([s.as_json() for s in mine])[:: self.world.size // groups]
         return [Sampled.of_json(values) for rank in each for values in rank]
 
-    def _score(self, examples: Examples, ids: NDArray[np.int64], sampled: Sequence[Sampled], step: int) -> Scores:
-        kept = {int(example_id): examples.read_row(int(example_id)) for example_id in np.unique(ids)}
-        rows = [kept[int(example_id)] for example_id in ids]
+    def score(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampled: Sequence[Sampled],
+        messages: Sequence[list[Message]],
+        step: int,
+    ) -> Scores:
+        """What the functions give each completion. `messages`: of each, where tools were there to be called."""
         texts = self.tokenizer.batch_decode([s.token_ids for s in sampled], skip_special_tokens=True)
         completions = [
-            text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
-            for row, text in zip(rows, texts, strict=True)
+            text if isinstance(row["prompt"], str) else said or [{"role": "assistant", "content": text}]
+            for row, said, text in zip(rows, messages, texts, strict=True)
         ]
         names = sorted({name for row in rows for name in row["columns"]})
         columns = {name: [row["columns"].get(name) for row in rows] for name in names}
@@ -108,6 +130,34 @@ class Sampler:
         if not self.rewards.names:
             return Scores([], 0)
         return self.rewards.score([row["prompt"] for row in rows], completions, token_ids, columns, state)
+
+
+def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
+    """Asks the rewards about an empty and a short completion, and whether the server can sample. All ranks call it.
+
+    Raises `UserError` on all ranks for what a reward does wrong, unless that is counted, and for another server.
+    """
+    assert isinstance(data.train, StoredBatches), "streaming is refused"
+    examples, tokenizer = data.train.examples, data.tokenizer
+    rewards, ends = Rewards(recipe.rollout), end_of_answer_ids(tokenizer, recipe.model.eot_tokens)[:1]
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in ("", "I do not know.")]
+    sampled = [Sampled(ids + ends, [], 0.0, Ended.STOPPED) for ids in texts]
+
+    def ask() -> None:
+        if recipe.rollout.vllm_server_base_url is not None:
+            check_server(recipe)
+        rows = _read_rows(examples, np.arange(2) % len(examples))
+        Sampler(recipe, world, tokenizer, None, rewards, data.train.steps).score(rows, sampled, [[], []], 0)
+
+    try:
+        RankGroup(world).on_main(ask)
+    finally:
+        rewards.close()
+
+
+def _read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
+    kept = {int(example_id): examples.read_row(int(example_id)) for example_id in np.unique(ids)}
+    return [kept[int(example_id)] for example_id in ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +237,7 @@ class Rollouts:
 
     def describe_files(self, step: int) -> dict[str, bytes]:
         """The files of a checkpoint after `step` steps: the rollouts that later steps are still to train on."""
+        assert self.sampler.engine is not None
         self.sampler.engine.forget()
         if self._is_sampled_at(step) or step >= self.prompts.steps:
             return {}
@@ -228,9 +279,16 @@ class Rollouts:
                 "completion": tokenizer.decode(each.token_ids),
                 "token_ids": each.token_ids,
                 "ended": each.ended.value,
+                **({"tool_mask": each.tool_mask, "parts": _split(each, tokenizer)} if each.tool_mask else {}),
                 "rewards": dict(zip(names, scores, strict=True)),
                 "advantage": float(advantages[i]),
             }
+
+
+def _split(completion: Sampled, tokenizer: Any) -> list[str]:
+    """What the model wrote and what tools answered, in turn."""
+    parts = groupby(zip(completion.tool_mask, completion.token_ids, strict=True), itemgetter(0))
+    return [tokenizer.decode([token for _, token in each]) for _, each in parts]
 
 
 def make_step_batch(rollout: Rollout, sampler: Sampler) -> StepBatch:
@@ -333,9 +391,9 @@ def _as_tokens(rollout: Rollout, pieces: Sequence[Sequence[int]], learned: Seque
     ids, labels = list[list[int]](), list[list[int]]()
     for piece in pieces:
         *prompt, last = rollout.prompts[piece[0]]
-        completions = [rollout.sampled[place].token_ids for place in piece]
-        targets = (c if learned[i] else [IGNORE_INDEX] * len(c) for i, c in zip(piece, completions, strict=True))
-        ids.append([*prompt, *(token for completion in completions for token in (last, *completion))])
+        completions = [rollout.sampled[place] for place in piece]
+        targets = (each.labels(is_learned=learned[i]) for i, each in zip(piece, completions, strict=True))
+        ids.append([*prompt, *(token for each in completions for token in (last, *each.token_ids))])
         labels.append([IGNORE_INDEX] * len(prompt) + [label for each in targets for label in (*each, IGNORE_INDEX)])
     trained = [sum(label != IGNORE_INDEX for label in of_piece) for of_piece in labels]
     count, nothing = len(ids), np.zeros(0, np.int64)
@@ -368,7 +426,9 @@ def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]
         "deviations": np.repeat(rollout.deviations(), rollout.generations),
         "flat": [rollout.flat_groups / rollout.sampled_groups] * count,
         "groups": [rollout.sampled_groups] * count,
-        "tokens": [len(each.token_ids) for each in rollout.sampled],
+        "tokens": [len(each.log_probabilities) for each in rollout.sampled],
+        "calls": [each.calls for each in rollout.sampled],
+        "failed_calls": [each.failed_calls for each in rollout.sampled],
         "entropies": [each.entropy for each in rollout.sampled],
         "is_cut": [each.ended is Ended.CUT for each in rollout.sampled],
         "failed": [rollout.failures / (rollout.sampled_groups * rollout.generations)] * count,

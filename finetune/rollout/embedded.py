@@ -100,21 +100,22 @@ class EmbeddedEngine:
 
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         transformer: Any = unwrap(self._model)
-        device, most = self._world.device, sampling.max_tokens
+        device, most_of = self._world.device, [sampling.limit(request) for request in requests]
+        most, limits = max(most_of), torch.tensor(most_of, device=device)
         cache, mask, positions, logits = _read_prompts(transformer, requests, most, device)
         longest = mask.shape[-1] - most
         uniforms = torch.from_numpy(np.stack([request.draw_uniforms(most) for request in requests])).to(device)
         tokens = torch.zeros(len(requests), most, dtype=torch.int64, device=device)
         found = torch.zeros(2, len(requests), most, device=device)  # log-probabilities, entropies
-        lengths = torch.full((len(requests),), most)
-        stopped = torch.zeros(len(requests), dtype=torch.bool)
+        lengths, stopped = torch.tensor(most_of), torch.zeros(len(requests), dtype=torch.bool)
         alive = torch.arange(len(requests), device=device)
         for step in range(most):
             drawn, *measured = draw_tokens(logits, uniforms[alive, step], sampling)
             tokens[alive, step], found[:, alive, step] = drawn, torch.stack(measured)
-            ends = torch.isin(drawn, self._stop_ids)
+            stops = torch.isin(drawn, self._stop_ids)
+            ends = stops | (limits[alive] == step + 1)
             if ends.any():
-                ended = alive[ends].cpu()
+                ended = alive[stops].cpu()
                 lengths[ended], stopped[ended] = step + 1, True
                 going = (~ends).nonzero().squeeze(1)
                 if not len(going):

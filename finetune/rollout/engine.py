@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from finetune.config.methods import POLICY_LOSSES
 from finetune.config.schema import Recipe
+from finetune.constants import IGNORE_INDEX
 
 
 class Ended(Enum):
@@ -24,6 +25,7 @@ class Request(NamedTuple):
 
     prompt_ids: tuple[int, ...]
     seed: tuple[int, ...]  # of its random numbers, whatever else is sampled beside it
+    max_tokens: int | None = None  # fewer than those of the `Sampling`
 
     def draw_uniforms(self, tokens: int) -> NDArray[np.float64]:
         """float64[tokens]: a number in [0, 1) for each token."""
@@ -43,15 +45,43 @@ class Sampling:
     temperature: float = 1.0
     greedy: bool = False
 
+    def limit(self, request: Request) -> int:
+        """How many tokens a completion may have."""
+        return request.max_tokens or self.max_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A completion."""
+    """A completion; where tools have answered, with what they said between the turns that were sampled."""
 
     token_ids: list[int]
-    log_probabilities: list[float]  # of each token, under the distribution that it was sampled from
+    log_probabilities: list[float]  # of each sampled token, under the distribution that it was sampled from
     entropy: float  # nats, of those distributions, summed
     ended: Ended
+    tool_mask: list[int] = field(default_factory=list)  # of each token: 1 sampled, 0 of a tool; empty: all sampled
+    calls: int = 0  # of tools
+    failed_calls: int = 0  # that got an error
+
+    def labels(self, *, is_learned: bool) -> list[int]:
+        """What is trained on of its tokens: those that were sampled; of one that is not learned from, nothing."""
+        mask = (self.tool_mask or [1] * len(self.token_ids)) if is_learned else [0] * len(self.token_ids)
+        return [token if by else IGNORE_INDEX for token, by in zip(self.token_ids, mask, strict=True)]
+
+    def last_turn(self) -> list[int]:
+        """The tokens that were sampled last, after what tools have answered."""
+        return self.token_ids[max(np.flatnonzero(np.array(self.tool_mask) == 0), default=-1) + 1 :]
+
+    def extend(self, given: list[int], more: "Sampled") -> "Sampled":
+        """It, then the tokens `given` to the model, and what it has sampled after them."""
+        mask = self.tool_mask or [1] * len(self.token_ids)
+        return replace(
+            self,
+            token_ids=self.token_ids + given + more.token_ids,
+            log_probabilities=self.log_probabilities + more.log_probabilities,
+            entropy=self.entropy + more.entropy,
+            ended=more.ended,
+            tool_mask=mask + [0] * len(given) + [1] * len(more.token_ids),
+        )
 
     def as_json(self) -> dict[str, Any]:
         """What `of_json` reads."""

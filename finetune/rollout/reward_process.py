@@ -1,7 +1,7 @@
-"""The process in which rewards are computed: JSON lines in and out, functions of a user's files between. No torch here.
+"""The process of rewards and tools: JSON lines in and out, functions of a user's files between. No torch here.
 
-The first line says which functions; every other line is a step. What the functions print goes to stderr. The process
-ends when its input does, so that it outlives no run.
+The first line says which functions; every other line is a step's completions, or calls of tools. What the functions
+print goes to stderr. The process ends when its input does, so that it outlives no run.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,6 +22,10 @@ from finetune.errors import UserError
 from finetune.rollout.shipped_rewards import FUNCTIONS
 
 Scores = list[float | None]
+
+
+class TimeLimit(TimeoutError):
+    """A function took too long."""
 
 
 def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float) -> Scores:
@@ -66,6 +71,32 @@ def limit_of_one(seconds: float, completions: int) -> float:
     return max(1.0, seconds / completions)
 
 
+def call_tools(
+    tools: Mapping[str, Callable[..., Any]], calls: Sequence[Mapping[str, Any]], seconds: float, *, counts: bool
+) -> list[tuple[str, bool]]:
+    """(what the model reads of its result, whether it failed) of each call: of one that raises, what it has raised.
+
+    Raises `UserError` where they take longer than `seconds` together; where that `counts` as failed, a call's share.
+    """
+    deadline, results = time.monotonic() + seconds, []
+    for each in calls:
+        left = limit_of_one(seconds, len(calls)) if counts else max(1e-3, deadline - time.monotonic())
+        function = tools.get(each["name"])
+        with explained(f"{each['name']}, a tool", function):
+            try:
+                if function is None:
+                    raise ValueError(f"Tool {each['name']} not found.")
+                with _time_limit(left):
+                    result = function(**each["arguments"])
+                    text, failed = str(asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result), False
+            except (Exception, SystemExit) as error:
+                if isinstance(error, TimeLimit) and not counts:
+                    raise
+                text, failed = str({"error": str(error)}), True  # as TRL
+        results.append((text.encode(errors="replace").decode(), failed))
+    return results
+
+
 def _split(step: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     lists = ("prompts", "completions", "completion_ids")
     for i in range(len(step["completions"])):
@@ -79,10 +110,10 @@ async def _wait_for(awaitable: Any) -> Any:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` in the block, where it is, after so many seconds."""
+    """Raises `TimeLimit` in the block, where it is, after so many seconds."""
 
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"took more than reward_timeout_seconds: {seconds:g}")
+        raise TimeLimit(f"took more than reward_timeout_seconds: {seconds:g}")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -99,6 +130,7 @@ def main() -> None:
     os.dup2(2, 1)
     names: Sequence[str] | None = None
     functions: list[Callable[..., Any]] = []
+    tools: dict[str, Callable[..., Any]] = {}
     seconds, counts = 0.0, False
     for line in sys.stdin:
         asked = json.loads(line)
@@ -106,7 +138,10 @@ def main() -> None:
             if names is None:
                 names, seconds, counts = asked["names"], asked["seconds"], asked["counts_failures"]
                 functions = [FUNCTIONS[name] if name in FUNCTIONS else load(name) for name in names]
+                tools = {name.rpartition(":")[2]: load(name) for name in asked["tools"]}
                 answer: dict[str, Any] = {}
+            elif "calls" in asked:
+                answer = {"results": call_tools(tools, asked["calls"], seconds, counts=counts)}
             else:
                 short = (name.rpartition(":")[2] for name in names)
                 pairs = list(zip(short, functions, strict=True))

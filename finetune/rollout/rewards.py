@@ -1,4 +1,4 @@
-"""Rewards: the functions of a recipe, asked in a process of their own with a time limit."""
+"""Rewards and tools: the functions of a recipe, asked in a process of their own with a time limit."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Scores:
 
 
 class Rewards:
-    """The reward functions of a recipe. The process starts at the first call, and ends with this one."""
+    """The rewards and tools of a recipe. The process starts at the first call, and ends with this one."""
 
     def __init__(self, keys: Rollout) -> None:
         self.names = [name.rpartition(":")[2] for name in keys.rewards]
@@ -55,14 +55,22 @@ class Rewards:
         Raises:
             UserError: A function raised, took too long or returned what is no reward, and `on_bad_reward` is error.
         """
-        if self._process is None or self._process.poll() is not None:
-            self._start()
         step = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         limit = self._keys.reward_timeout_seconds
         if self._keys.on_bad_reward == "zero":  # a function may be called for all completions, and then for each
             limit += len(completions) * limit_of_one(limit, len(completions))
         answer = self._ask(step | {"columns": columns, "state": state}, len(self.names) * limit + SECONDS_TO_STOP)
         return Scores(answer["scores"], answer["failures"])
+
+    def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
+        """(what the model reads of the result, whether the call failed) of each call, a name with arguments.
+
+        Raises `UserError` where they take too long together, and `on_bad_reward` is error.
+        """
+        limit = self._keys.reward_timeout_seconds
+        if self._keys.on_bad_reward == "zero":
+            limit = len(calls) * limit_of_one(limit, len(calls))
+        return [tuple(each) for each in self._ask({"calls": calls}, limit + SECONDS_TO_STOP)["results"]]
 
     def close(self) -> None:
         """Ends the process."""
@@ -81,13 +89,19 @@ class Rewards:
             env=environment,
         )
         counts = self._keys.on_bad_reward == "zero"
-        asked = {"names": self._keys.rewards, "seconds": self._keys.reward_timeout_seconds, "counts_failures": counts}
-        self._ask(asked, SECONDS_TO_START)
+        asked = {"names": self._keys.rewards, "tools": self._keys.tools, "counts_failures": counts}
+        self._exchange(asked | {"seconds": self._keys.reward_timeout_seconds}, SECONDS_TO_START)
 
     def _ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        process = self._process
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        return self._exchange(question, seconds)
+
+    def _exchange(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        process, key = self._process, "tools" if "calls" in question else "rewards"
         assert process is not None and process.stdin is not None and process.stdout is not None
-        where = ", ".join(str(file_of(name)) for name in self._keys.rewards if ".py:" in name)
+        files = dict.fromkeys(str(file_of(name)) for name in getattr(self._keys, key) if ".py:" in name)
+        where = f"{key}: {', '.join(files)}"
         try:
             process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
@@ -95,15 +109,16 @@ class Rewards:
         except (BrokenPipeError, EOFError):
             code = process.wait()
             self.close()
-            raise UserError(f"rewards: {where}: their process ended with {code}; its last words are above") from None
+            raise UserError(f"{where}: their process ended with {code}; its last words are above") from None
         except TimeoutError:
             self.close()
             raise UserError(
-                f"rewards: {where}: no answer in {seconds:g} s, in code that Python cannot interrupt; "
+                f"{where}: no answer in {seconds:g} s, in code that Python cannot interrupt; "
                 "raise reward_timeout_seconds, or change the function"
             ) from None
         if "error" in answer:
-            raise UserError(f"{answer['error']} (on_bad_reward: zero counts such completions and continues)")
+            counted = "completions" if key == "rewards" else "calls"
+            raise UserError(f"{answer['error']} (on_bad_reward: zero counts such {counted} and continues)")
         return answer
 
 

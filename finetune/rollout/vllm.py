@@ -48,6 +48,50 @@ TOKENS = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "skip_spe
 START = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {} --logprobs-mode processed_logprobs"
 
 
+def _url_of(recipe: Recipe) -> str:
+    return str(recipe.rollout.vllm_server_base_url).rstrip("/").removesuffix("/v1")
+
+
+def _ask(recipe: Recipe, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The server's answer, as JSON where it is that."""
+    content = send(_url_of(recipe) + path, body, recipe.rollout.vllm_server_timeout)
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content.decode(errors="replace")
+
+
+def check_server(recipe: Recipe) -> str:
+    """What the server calls its model. Raises `UserError` where it cannot sample for this run."""
+    url, base = _url_of(recipe), str(recipe.model.model_name_or_path)
+    try:
+        served = _ask(recipe, "/v1/models")["data"][0]
+        config = _ask(recipe, "/server_info?config_format=json")["vllm_config"]["model_config"]
+        version = _ask(recipe, "/weight_info")["weight_version"]
+    except UserError as error:
+        raise UserError(f"vllm_server_base_url: {error}; start vLLM 0.32 with {START.format(base)}") from None
+    except (KeyError, IndexError, TypeError):
+        raise UserError(f"vllm_server_base_url: {url}: does not answer as vLLM 0.32 does") from None
+    if served["root"] != base and Path(served["root"]).resolve() != Path(base).resolve():
+        raise UserError(f"vllm_server_base_url: {url}: serves {served['root']}, but {base} is trained")
+    if recipe.lora.use_peft and version != UNCHANGED:
+        raise UserError(
+            f"vllm_server_base_url: {url}: has the weights {version}, not those of {base}, over which "
+            "adapters are sampled; start it again"
+        )
+    if served["max_model_len"] < recipe.data.max_length:
+        raise UserError(
+            f"vllm_server_base_url: {url}: has room for {served['max_model_len']:,} tokens, but max_length "
+            f"is {recipe.data.max_length:,}; start it with --max-model-len {recipe.data.max_length}"
+        )
+    if config["logprobs_mode"] != "processed_logprobs" and recipe.method.temperature != 1:
+        raise UserError(
+            f"vllm_server_base_url: {url}: gives log-probabilities without the temperature of "
+            f"{recipe.method.temperature:g}; start it with --logprobs-mode processed_logprobs"
+        )
+    return str(served["id"])
+
+
 class VllmEngine:
     """Samples completions from the vLLM server at `vllm_server_base_url`.
 
@@ -58,11 +102,11 @@ class VllmEngine:
         self, model: nn.Module, world: World, recipe: Recipe, tokenizer: Any, stop_ids: Sequence[int], run_folder: Path
     ) -> None:
         self._model, self._world, self._recipe, self._stop_ids = model, world, recipe, sorted(stop_ids)
-        self._url = str(recipe.rollout.vllm_server_base_url).rstrip("/").removesuffix("/v1")
+        self._url = _url_of(recipe)
         self._folder = run_folder.absolute() / FOLDER
         self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
         self._name, self._older = "", set[Path]()  # of the weights handed over last; folders of before the last save
-        self._served: str = RankGroup(world).on_main(self._check)
+        self._served: str = RankGroup(world).on_main(lambda: check_server(recipe))
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         """A completion of each request. All ranks call it: together they hand over the weights where they are new."""
@@ -80,43 +124,8 @@ class VllmEngine:
             shutil.rmtree(folder, ignore_errors=True)
         self._older = {folder for folder in self._folder.glob("*") if folder.name != self._name}
 
-    def _check(self) -> str:
-        """What the server calls its model. Raises `UserError` where it cannot sample for this run."""
-        recipe, base = self._recipe, str(self._recipe.model.model_name_or_path)
-        try:
-            served = self._ask("/v1/models")["data"][0]
-            config = self._ask("/server_info?config_format=json")["vllm_config"]["model_config"]
-            version = self._ask("/weight_info")["weight_version"]
-        except UserError as error:
-            raise UserError(f"vllm_server_base_url: {error}; start vLLM 0.32 with {START.format(base)}") from None
-        except (KeyError, IndexError, TypeError):
-            raise UserError(f"vllm_server_base_url: {self._url}: does not answer as vLLM 0.32 does") from None
-        if served["root"] != base and Path(served["root"]).resolve() != Path(base).resolve():
-            raise UserError(f"vllm_server_base_url: {self._url}: serves {served['root']}, but {base} is trained")
-        if recipe.lora.use_peft and version != UNCHANGED:
-            raise UserError(
-                f"vllm_server_base_url: {self._url}: has the weights {version}, not those of {base}, over which "
-                "adapters are sampled; start it again"
-            )
-        if served["max_model_len"] < recipe.data.max_length:
-            raise UserError(
-                f"vllm_server_base_url: {self._url}: has room for {served['max_model_len']:,} tokens, but max_length "
-                f"is {recipe.data.max_length:,}; start it with --max-model-len {recipe.data.max_length}"
-            )
-        if config["logprobs_mode"] != "processed_logprobs" and recipe.method.temperature != 1:
-            raise UserError(
-                f"vllm_server_base_url: {self._url}: gives log-probabilities without the temperature of "
-                f"{recipe.method.temperature:g}; start it with --logprobs-mode processed_logprobs"
-            )
-        return str(served["id"])
-
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The server's answer, as JSON where it is that."""
-        content = send(self._url + path, body, self._recipe.rollout.vllm_server_timeout)
-        try:
-            return json.loads(content)
-        except ValueError:
-            return content.decode(errors="replace")
+        return _ask(self._recipe, path, body)
 
     def _hand_over(self) -> None:
         """Gives the server the weights as they are now, by the stream of an export, unless it has them."""
@@ -194,7 +203,8 @@ class VllmEngine:
     def _complete(self, request: Request, sampling: Sampling) -> Sampled:
         """The server's completion. Raises `UserError` for an answer that cannot be learned from."""
         model = self._name if self._recipe.lora.use_peft else self._served
-        how = {"max_tokens": sampling.max_tokens, "temperature": 0 if sampling.greedy else sampling.temperature}
+        most = sampling.limit(request)
+        how = {"max_tokens": most, "temperature": 0 if sampling.greedy else sampling.temperature}
         body = {"model": model, "prompt": list(request.prompt_ids), "stop_token_ids": self._stop_ids, **how}
         answer = self._ask("/v1/completions", body | TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()})
         try:
@@ -206,8 +216,8 @@ class VllmEngine:
             raise UserError(f"{self._url}: a completion without token_ids, logprobs or its end: {said}") from None
         if len(ids) != len(logs) or not ids or not np.isfinite(logs).all():
             raise UserError(f"{self._url}: {len(ids)} tokens with {int(np.isfinite(logs).sum())} log-probabilities")
-        if ended is Ended.CUT and len(ids) != sampling.max_tokens:
-            raise UserError(f"{self._url}: a completion is cut after {len(ids)} of {sampling.max_tokens} tokens")
+        if ended is Ended.CUT and len(ids) != most:
+            raise UserError(f"{self._url}: a completion is cut after {len(ids)} of {most} tokens")
         if ended is Ended.STOPPED and ids[-1] not in self._stop_ids:
             raise UserError(f"{self._url}: a completion without its last token: it stopped after {ids[-1]}")
         return Sampled(ids, logs, -float(sum(logs)), ended)  # an estimate of the entropy: the rest is not answered

@@ -332,6 +332,7 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
             ([*GRPO, *keys], None, None, said, False)
             for keys, said in [
                 (["rewards=[]"], "method: grpo learns from rewards; set rewards, such as [exact_answer]"),
+                (["max_tool_calling_iterations=2"], "max_tool_calling_iterations has no effect without tools"),
                 (["reward_weights=[1, 2]"], "reward_weights: 2 numbers for 1 rewards; give one for each"),
                 (["loss_type=ipo"], "loss_type: ipo is not for method: grpo; set one of grpo, dapo,"),
                 (

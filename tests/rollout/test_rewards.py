@@ -85,7 +85,7 @@ def test_math_verify_compares_numbers_and_formulas(tmp_path: Path, monkeypatch: 
     finally:
         rewards.close()
     assert found.by_function == [[1.0, 0.0, 1.0, None]]
-    with pytest.raises(UserError, match="hangs, a reward: TimeoutError: took more than reward_timeout_seconds"):
+    with pytest.raises(UserError, match="hangs, a reward: TimeLimit: took more than reward_timeout_seconds"):
         monkeypatch.setattr("tests.rollout.test_rewards.COMPLETIONS", ["b", "b", "ccc"])
         ask(tmp_path, "math_verify", "hangs", reward_timeout_seconds=4.0)
 
@@ -110,7 +110,7 @@ def test_overlong_completions_are_punished_as_by_trl() -> None:
         ("too_few", f"my_rewards.py:{line_of('def too_few')}: too_few: returned 1 rewards for 3 completions"),
         (
             "hangs",
-            f"my_rewards.py:{line_of('time.sleep')}: hangs, a reward: TimeoutError: took more than reward_timeout_s",
+            f"my_rewards.py:{line_of('time.sleep')}: hangs, a reward: TimeLimit: took more than reward_timeout_s",
         ),
         ("dies", "my_rewards.py: their process ended with 3; its last words are above"),
     ],

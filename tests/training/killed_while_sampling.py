@@ -1,6 +1,6 @@
 """A run whose first rank SIGKILL ends at a named place: `killed_while_sampling.py PLACE,CALLS RECIPE CONFIG [KEY=VALUE ...]`.
 
-CALLS: of what is done there, until the one that dies. PLACE: sampling (between two tokens), rewards (while the process of the rewards computes), step (before the update), save (when
+CALLS: of what is done there, until the one that dies. PLACE: sampling (between two tokens), rewards (while the process of the rewards computes), tools (while tools run), step (before the update), save (when
 the checkpoint of that step is about to get its name), nowhere.
 """
 
@@ -39,6 +39,7 @@ def main() -> None:
     places = {
         "sampling": (embedded, "draw_tokens"),
         "rewards": (rewards, "_read_line"),  # the answer is awaited
+        "tools": (rewards.Rewards, "call_tools"),
         "step": (training_update, "clip_gradients"),
         "save": (save, "publish"),
     }

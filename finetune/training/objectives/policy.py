@@ -17,6 +17,7 @@ from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import end_of_answer_ids
+from finetune.data.tool_calls import make_tool_turns
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -223,6 +224,7 @@ class PolicyObjective(Objective):
             **({} if self.other is None else {"kl": zero}),
             **({} if keys.importance_sampling_correction == "none" else dict.fromkeys(CORRECTED, zero)),
             **({} if keys.max_num_gen_batches == 1 else {"sampled_groups": mean(rollout["groups"])}),
+            **({} if not keys.tools else _count_calls(rollout["calls"], rollout["failed_calls"])),
         }
         for number, name in enumerate(self.rollouts.sampler.rewards.names):
             scores = rollout["scores"][:, number]
@@ -280,9 +282,16 @@ class HeldOutRewards(Objective):
         return Measured(-found[:, 0].nan_to_num().sum(), metrics)
 
 
+def _count_calls(calls: Tensor, failed: Tensor) -> dict[str, Tensor]:
+    """Calls of tools in a completion, and the share of them that got an error, as TRL names them."""
+    return {"tools/call_frequency": mean(calls), "tools/failure_frequency": torch.stack([failed.sum(), calls.sum()])}
+
+
 def _by_example(rollout: Rollout) -> dict[int, tuple[float, ...]]:
     rows = zip(rollout.example_ids.tolist(), rollout.rewards, rollout.sampled, rollout.scores, strict=True)
-    return {i: (float(reward), float(len(each.token_ids)), *scores.tolist()) for i, reward, each, scores in rows}
+    return {
+        i: (float(reward), float(len(each.log_probabilities)), *scores.tolist()) for i, reward, each, scores in rows
+    }
 
 
 OtherModel = Callable[[nn.Module, MicroBatch], Tensor]
@@ -324,7 +333,8 @@ def make_policy_objectives(
     models = [unwrap(each) for each in (model, *([] if teacher is None else [teacher.model]))]
     shares = recipe.data.packing and not world.any(not all(map(can_continue, models)))
     rewards = Rewards(recipe.rollout)
-    sampler = Sampler(recipe, world, data.tokenizer, engine, rewards, data.train.steps, shares)
+    tools = make_tool_turns(recipe, data.tokenizer) if recipe.rollout.tools else None
+    sampler = Sampler(recipe, world, data.tokenizer, engine, rewards, data.train.steps, shares, tools)
     head, other = partial(head_log_probabilities, temperature=recipe.method.temperature), None
     if teacher is not None:
         other = partial(_of_teacher, teacher, head)
