@@ -597,15 +597,22 @@ TRL_ONLINE = (
     *(pair for key in ("delta", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy",
                        "off_policy_mask_threshold", "use_bias_correction_kl")
       for pair in unsupported(f"GRPO with {key}", key)),
+    Counterpart("max_tool_calling_iterations", "max_tool_calling_iterations", "with tools, which have no key there",
+                "by-code"),
+    Counterpart("vllm_server_base_url", "vllm_server_base_url", "with use_vllm and vllm_mode: server", "by-code"),
+    *(Counterpart(f"vllm_{key}", "vllm_server_base_url", "of a server's address", "by-code")
+      for key in ("mode", "server_host", "server_port")),
+    Counterpart("vllm_server_timeout", "vllm_server_timeout", "with a server", "by-code"),
+    Counterpart("vllm_importance_sampling_mode", "importance_sampling_correction", "with a server", "by-code"),
+    *(Counterpart(f"vllm_importance_sampling_{key}", f"importance_sampling_{ours}", "with a server", "by-code")
+      for key, ours in (("correction", "correction"), ("clip_max", "clip_max"), ("cap", "clip_max"),
+                        ("clip_min", "clip_min"))),
     *ignored("the model in training samples itself, unless vllm_server_base_url names a server of vLLM's own", "use_vllm", "use_transformers_paged",
              "use_transformers_continuous_batching", "transformers_continuous_batching_config",
              "cache_implementation", "generation_kwargs", *(
                  f"vllm_{key}" for key in (
-                     "mode", "model_impl", "enable_sleep_mode", "structured_outputs_regex", "server_base_url",
-                     "server_host", "server_port", "server_timeout", "group_port", "gpu_memory_utilization",
-                     "max_model_length", "tensor_parallel_size", "importance_sampling_correction",
-                     "importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min",
-                     "importance_sampling_cap"))),
+                     "model_impl", "enable_sleep_mode", "structured_outputs_regex", "group_port",
+                     "gpu_memory_utilization", "max_model_length", "tensor_parallel_size"))),
     *ignored("completions.jsonl has what log_completions says", "log_completions", "num_completions_to_print",
         "log_unique_prompts", "log_multimodal", "log_completions_hub_repo", "wandb_log_unique_prompts"),
     *ignored("held-out prompts are answered once, greedily", "num_generations_eval"),

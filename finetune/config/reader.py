@@ -385,8 +385,13 @@ def explain_value(key: str, value: object) -> str | None:
         return f"{value:g}: a number of steps is expected; a share of them is warmup_ratio: {value:g}"
     if key == "resume_from_checkpoint" and value is False:
         return "false: write none to start over, or auto to resume where there is a checkpoint"
+    if key == "temperature" and value == 0:
+        return "0: the likeliest token alone gives nothing to compare; set 1, or less, such as 0.5"
     if not isinstance(value, str):
         return None
+    if key == "loss_type":
+        known = (f"{', '.join(facts.losses)} for method: {name}" for name, facts in METHODS.items() if facts.losses)
+        return f"{value}: no such loss; there are {'; '.join(known)}"
     ours, refused = OTHER_VALUES.get(key, {}).get(value), REFUSED_VALUES.get(key, {}).get(value)
     if ours is not None:
         return f"{value}: another tool's name; here it is {ours}"

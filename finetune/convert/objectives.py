@@ -288,6 +288,30 @@ def adapt_online(theirs: Mapping[str, Any], found: Conversion) -> None:
         note = "rewards are summed, and then normalized"
         found.add_difference("multi_objective_aggregation", rule, note, "normalizing each reward")
     _add_rewards(theirs.get("reward_funcs") or [], found)
+    if iterations := theirs.get("max_tool_calling_iterations"):
+        named = f"name your functions, such as my_tools.py:multiply, and set max_tool_calling_iterations: {iterations}"
+        found.to_do.append(f"tools: they have no key there; {named}")
+    if theirs.get("use_vllm") and theirs.get("vllm_mode") == "server":
+        recipe |= _read_server(theirs)
+        found.to_do.append(
+            f"vllm_server_base_url: start the server of {recipe['vllm_server_base_url']} as docs/online.md says"
+        )
+
+
+def _read_server(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Our keys of a server that samples, and of TRL's correction of its numerics."""
+    host = str(theirs.get("vllm_server_host", "0.0.0.0")).replace("0.0.0.0", "localhost")
+    address = theirs.get("vllm_server_base_url") or f"http://{host}:{theirs.get('vllm_server_port', 8000)}"
+    keys: dict[str, Any] = {"vllm_server_base_url": address}
+    if "vllm_server_timeout" in theirs:
+        keys["vllm_server_timeout"] = float(convert_number(theirs["vllm_server_timeout"]))
+    if theirs.get("vllm_importance_sampling_correction", True):
+        keys["importance_sampling_correction"] = theirs.get("vllm_importance_sampling_mode", "sequence_mask")
+        for bound, other in (("clip_max", "cap"), ("clip_min", "clip_min")):
+            names = (f"vllm_importance_sampling_{name}" for name in (bound, other))
+            values = [theirs[name] for name in names if theirs.get(name) is not None]
+            keys |= {f"importance_sampling_{bound}": value for value in values[:1]}
+    return keys
 
 
 def _add_rewards(names: list[str] | str, found: Conversion) -> None:

@@ -140,6 +140,13 @@ MISTAKES = {
     "warmup_steps: 0.1": [
         "F:4: warmup_steps: 0.1: a number of steps is expected; a share of them is warmup_ratio: 0.1"
     ],
+    "temperature: 0": [
+        "F:4: temperature: 0: the likeliest token alone gives nothing to compare; set 1, or less, such as 0.5"
+    ],
+    "loss_type: dappo": [
+        "F:4: loss_type: dappo: no such loss; there are sigmoid, hinge, ipo, apo_zero for method: dpo; grpo, dapo, dr_grpo, "
+        "cispo, rloo, reinforce++ for method: grpo; grpo, dapo, dr_grpo, cispo, reinforce++ for method: on_policy_distill"
+    ],
     "resume_from_checkpoint: false": [
         "F:4: resume_from_checkpoint: false: write none to start over, or auto to resume where there is a checkpoint"
     ],

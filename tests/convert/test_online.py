@@ -50,6 +50,35 @@ def test_what_is_done_otherwise_is_listed(tmp_path: Path) -> None:
     assert {"GRPO with delta", "GRPO with top_entropy_quantile"} <= set(found.missing_capabilities)
 
 
+def test_a_server_that_samples_is_one_here(tmp_path: Path) -> None:
+    """With TRL's own correction, which is on unless the file says otherwise; a colocated vLLM is the model itself here."""
+    server = "use_vllm: true\nvllm_mode: server\n"
+    found = convert(
+        TRL + server + "vllm_server_host: gpu3\nvllm_server_port: 8001\nvllm_server_timeout: 30\n", tmp_path
+    )
+    expected = {"vllm_server_base_url": "http://gpu3:8001", "vllm_server_timeout": 30.0}
+    assert (expected | {"importance_sampling_correction": "sequence_mask"}).items() <= found.recipe.items()
+    (to_do,) = found.to_do
+    assert to_do == "vllm_server_base_url: start the server of http://gpu3:8001 as docs/online.md says"
+    own = "vllm_server_base_url: http://a:1\nvllm_importance_sampling_mode: token_truncate\nvllm_importance_sampling_cap: 2.0\n"
+    found = convert(TRL + server + own, tmp_path)
+    assert found.recipe["vllm_server_base_url"] == "http://a:1"
+    assert found.recipe["importance_sampling_correction"] == "token_truncate"
+    assert found.recipe["importance_sampling_clip_max"] == 2.0
+    found = convert(TRL + server + "vllm_importance_sampling_correction: false\n", tmp_path)
+    assert "importance_sampling_correction" not in found.recipe
+    assert "vllm_server_base_url" not in convert(TRL + "use_vllm: true\nvllm_mode: colocate\n", tmp_path).recipe
+
+
+def test_tools_are_to_be_named(tmp_path: Path) -> None:
+    found = convert(TRL + "max_tool_calling_iterations: 3\n", tmp_path)
+    assert "max_tool_calling_iterations" not in found.recipe
+    assert found.to_do == [
+        "tools: they have no key there; name your functions, such as my_tools.py:multiply, and set "
+        "max_tool_calling_iterations: 3"
+    ]
+
+
 def test_rewards_of_trl_and_of_the_user_are_named(tmp_path: Path) -> None:
     names = "[accuracy_reward, my_lib.rewards.short, get_soft_overlong_punishment]"
     found = convert(TRL.replace("[think_format_reward]", names) + "max_completion_length: 1280\n", tmp_path)

@@ -14,10 +14,15 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.constants import RATIO_BORDERS, RATIO_SHARES
+from finetune.errors import UserError
+from finetune.run import fine_tune
 from finetune.training.screens import last_screen
 from tests.conftest import make_chat, make_model
 from tests.ranks import launch_ranks, run_python
+from tests.rollout.stand_in_vllm import serving
 from tests.training import online_papers
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config
 
@@ -478,3 +483,33 @@ def test_a_real_model_learns_a_format_on_gsm8k(shared: Path, tmp_path: Path) -> 
     before, after = (line["eval_reward"] for line in read(tmp_path / "run") if "eval_reward" in line)
     assert before < 0.4 and after > 0.9
     assert all(line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5 for line in steps_of(tmp_path / "run"))
+
+
+BAD = """
+def raises(completions, **_):
+    return [1.0 / len(each[0]["content"]) for each in completions]
+
+
+def says_nan(completions, **_):
+    return [float("nan") for _ in completions]
+"""
+
+
+def test_a_dry_run_asks_the_rewards_and_the_server(recipes: dict[str, Path], tmp_path: Path) -> None:
+    """A reward that fails at an empty completion, or is no number; a server that serves another model, or is not there."""
+    (tmp_path / "bad.py").write_text(BAD)
+
+    def dry_run(*keys: str) -> None:
+        fine_tune(read_recipe(str(recipes["packed"]), list(keys)), read_sharding("single", None, {}), dry_run=True)
+
+    dry_run()
+    with pytest.raises(UserError, match=r"bad.py:3: raises, a reward: ZeroDivisionError"):
+        dry_run(f"rewards=[{tmp_path / 'bad.py'}:raises, length]")
+    with pytest.raises(UserError, match=r"says_nan: returned nan for the completion"):
+        dry_run(f"rewards=[{tmp_path / 'bad.py'}:says_nan, length]")
+    with serving(recipes["packed"].parent / "teacher") as server:
+        with pytest.raises(UserError, match=r"vllm_server_base_url: .*: serves .*teacher, but .*model is trained"):
+            dry_run(f"vllm_server_base_url={server.url}")
+        url = server.url
+    with pytest.raises(UserError, match=r"start vLLM 0\.32 with"):
+        dry_run(f"vllm_server_base_url={url}")

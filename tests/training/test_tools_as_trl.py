@@ -1,0 +1,105 @@
+"""The turns of TRL's GRPOTrainer with the same tool, where its model samples what a run has sampled: tokens, mask, messages, loss."""
+
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.config.reader import read_recipe
+from finetune.data.tokenizer import load_tokenizer
+from finetune.data.tool_calls import make_tool_turns
+from tests.training.layouts import steps_of
+from tests.training.test_online import lines_of
+from tests.training.test_online_tools import GENERATIONS, MOST, PROMPTS, TOOLS, recipe, runs
+
+pytestmark = pytest.mark.slow
+__all__ = ["recipe", "runs"]  # the fixtures
+
+
+def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
+    recipe: Path, runs: Callable[..., Path], tmp_path: Path
+) -> None:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    run, read = runs(1, "single"), read_recipe(str(recipe), [])
+    tokenizer = load_tokenizer(read.model, read.data, read.rollout.tools)
+    tokenizer.response_template = make_tool_turns(read, tokenizer).response_template  # TRL knows no such chat template
+    tools: dict[str, Any] = {}
+    exec(TOOLS, tools)
+    lines = [line for line in lines_of(run) if line["step"] == 1]
+    masks = [line.get("tool_mask", [1] * len(line["token_ids"])) for line in lines]
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "trl"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=len(lines),
+        num_generations=GENERATIONS,
+        max_completion_length=MOST,
+        max_tool_calling_iterations=1,
+        loss_type="dapo",
+    )
+    trainer = GRPOTrainer(
+        str(read.model.model_name_or_path),
+        lambda completions, **_: [float(len(each)) for each in completions],
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 4),
+        processing_class=tokenizer,
+        tools=[tools["multiply"]],
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    turns = []  # of each completion, what was sampled
+    for line, mask in zip(lines, masks, strict=True):
+        pairs = groupby(zip(mask, line["token_ids"], strict=True), lambda pair: pair[0])
+        turns.append([[token for _, token in each] for by, each in pairs if by])
+    given: list[list[list[int]]] = []
+
+    def sample(prompts: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        turn = len(given)
+        given.append(prompts)
+        return [each[turn] for each in turns if len(each) > turn], None
+
+    trainer._generate_single_turn = sample
+    trainer._sync_tool_dicts = [{"multiply": tools["multiply"]}] * len(lines)
+    trainer._async_tool_dicts = [{}] * len(lines)
+    questions = [line["prompt"].partition("<|user|>")[2].partition("<|end_of_turn|>")[0] for line in lines]
+    prompts = [[{"role": "user", "content": question}] for question in questions]
+    prompt_ids, completion_ids, tool_mask, completions, *_ = trainer._generate(prompts)
+
+    assert [tokenizer.decode(ids) for ids in prompt_ids] == [line["prompt"] for line in lines]
+    assert completion_ids == [line["token_ids"] for line in lines] and tool_mask == masks
+    assert len(given) == 2 and 0 < len(given[1]) < len(lines)
+    roles = [[message["role"] for message in each] for each in completions]
+    assert roles == [["assistant", "tool"] * (len(each) - 1) + ["assistant"] for each in turns]
+    metrics = trainer._metrics["train"]
+    first = steps_of(run)[0]
+    for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length"):
+        assert metrics[name] == [pytest.approx(first[name])], name
+
+    def pad(rows: list[list[int]], fill: int = 0, *, left: bool = False) -> torch.Tensor:
+        longest = max(map(len, rows))
+        return torch.tensor(
+            [[fill] * (longest - len(r)) + r if left else r + [fill] * (longest - len(r)) for r in rows]
+        )
+
+    whole = pad([[1] * len(ids) for ids in completion_ids])
+    inputs = {
+        "prompt_ids": pad(prompt_ids, left=True),
+        "prompt_mask": pad([[1] * len(ids) for ids in prompt_ids], left=True),
+        "completion_ids": pad(completion_ids),
+        "completion_mask": whole,
+        "tool_mask": pad(tool_mask, 1),
+        "advantages": torch.tensor([line["advantage"] for line in lines]),
+        "num_items_in_batch": (whole * pad(tool_mask, 1)).sum(),
+    }
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm()
+    assert len(lines) == PROMPTS * GENERATIONS
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
