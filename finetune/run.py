@@ -62,12 +62,12 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
     """A run from its recipe to its export. `callbacks`: beside the recipe's."""
     recipe, sharding = _check(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported
     set_library_environment(deterministic=recipe.run.deterministic)
-    from finetune.rollout.collect import try_rewards
     from finetune.session import Session
     from finetune.training.callbacks import load_hooks
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.lifecycle import finish, is_finished, leave_ranks
     from finetune.training.loop import train
+    from finetune.training.objectives.policy import try_rewards
     from finetune.training.screens import print_plan
 
     hooks = load_hooks(recipe, callbacks)

@@ -25,17 +25,14 @@ from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Examples, cut, make_generator
 from finetune.data.messages import Message
 from finetune.data.packing import BatchConfig, StoredBatches, make_batches
-from finetune.data.prepare import PreparedData
 from finetune.data.token_store import Tokens, keep_in_memory
 from finetune.data.tokenize import SourceStats
-from finetune.data.tokenizer import end_of_answer_ids
 from finetune.data.tool_calls import ToolTurns
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.rollout.engine import Ended, Engine, Request, Rollout, Sampled, Sampling, find_advantages
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns
-from finetune.rollout.vllm import check_server
 
 Record = Callable[[list[dict[str, Any]]], None]
 ROWS_OF_RANK = 4  # at least, of which each rank gets as many: longer ones would leave some ranks with much less
@@ -81,7 +78,7 @@ class Sampler:
             for generation in range(generations)
         ]
         of_completion, ranks = np.repeat(example_ids, generations), RankGroup(self.world)
-        rows = _read_rows(examples, of_completion) if self.world.is_main else []
+        rows = read_rows(examples, of_completion) if self.world.is_main else []
         sample, messages = partial(self._sample, sampling), [list[Message]() for _ in rows]
         if self.tools is None:
             sampled = sample(requests)
@@ -132,30 +129,8 @@ class Sampler:
         return self.rewards.score([row["prompt"] for row in rows], completions, token_ids, columns, state)
 
 
-def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
-    """Asks the rewards about an empty and a short completion, and whether the server can sample. All ranks call it.
-
-    Raises `UserError` on all ranks for what a reward does wrong, unless that is counted, and for another server.
-    """
-    assert isinstance(data.train, StoredBatches), "streaming is refused"
-    examples, tokenizer = data.train.examples, data.tokenizer
-    rewards, ends = Rewards(recipe.rollout), end_of_answer_ids(tokenizer, recipe.model.eot_tokens)[:1]
-    texts = [tokenizer.encode(text, add_special_tokens=False) for text in ("", "I do not know.")]
-    sampled = [Sampled(ids + ends, [], 0.0, Ended.STOPPED) for ids in texts]
-
-    def ask() -> None:
-        if recipe.rollout.vllm_server_base_url is not None:
-            check_server(recipe)
-        rows = _read_rows(examples, np.arange(2) % len(examples))
-        Sampler(recipe, world, tokenizer, None, rewards, data.train.steps).score(rows, sampled, [[], []], 0)
-
-    try:
-        RankGroup(world).on_main(ask)
-    finally:
-        rewards.close()
-
-
-def _read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
+def read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
+    """[completions]: the rows of the prompts `ids`."""
     kept = {int(example_id): examples.read_row(int(example_id)) for example_id in np.unique(ids)}
     return [kept[int(example_id)] for example_id in ids]
 

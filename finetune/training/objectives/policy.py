@@ -19,16 +19,16 @@ from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.data.tool_calls import make_tool_turns
 from finetune.distributed.model_parts import unwrap
-from finetune.distributed.world import World
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.models.documents import can_continue
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
-from finetune.rollout.collect import Rollouts, Sampler
+from finetune.rollout.collect import Rollouts, Sampler, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
-from finetune.rollout.engine import Engine, Rollout
+from finetune.rollout.engine import Ended, Engine, Rollout, Sampled
 from finetune.rollout.rewards import Rewards
-from finetune.rollout.vllm import VllmEngine
+from finetune.rollout.vllm import VllmEngine, check_server
 from finetune.training.objectives.objective import Measured, Objective, Objectives
 from finetune.training.objectives.preference import mean
 from finetune.training.reference import adapters_off, evaluating
@@ -345,3 +345,26 @@ def make_policy_objectives(
     score = partial(_score, model, world, head) if is_moved else None
     training = PolicyObjective(recipe, Rollouts(sampler, data.train, score), other, teacher)
     return Objectives(training, HeldOutRewards(sampler, data.evaluation))
+
+
+def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
+    """Asks the rewards about an empty and a short completion, and whether the server can sample. All ranks call it.
+
+    Raises `UserError` on all ranks for what a reward does wrong, unless that is counted, and for another server.
+    """
+    assert isinstance(data.train, StoredBatches), "streaming is refused"
+    examples, tokenizer = data.train.examples, data.tokenizer
+    rewards, ends = Rewards(recipe.rollout), end_of_answer_ids(tokenizer, recipe.model.eot_tokens)[:1]
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in ("", "I do not know.")]
+    sampled = [Sampled(ids + ends, [], 0.0, Ended.STOPPED) for ids in texts]
+
+    def ask() -> None:
+        if recipe.rollout.vllm_server_base_url is not None:
+            check_server(recipe)
+        rows = read_rows(examples, np.arange(2) % len(examples))
+        Sampler(recipe, world, tokenizer, None, rewards, data.train.steps).score(rows, sampled, [[], []], 0)
+
+    try:
+        RankGroup(world).on_main(ask)
+    finally:
+        rewards.close()
