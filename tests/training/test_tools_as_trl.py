@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from finetune.config.reader import read_recipe
 from finetune.data.tokenizer import load_tokenizer
 from finetune.data.tool_calls import make_tool_turns
+from tests.rollout.test_tools import make_turns
 from tests.training.layouts import steps_of
 from tests.training.test_online import lines_of
 from tests.training.test_online_tools import GENERATIONS, MOST, PROMPTS, TOOLS, recipe, runs
@@ -103,3 +105,20 @@ def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
     assert len(lines) == PROMPTS * GENERATIONS
     assert first["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
     assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [("qwen", "<|im_end|>"), ("chatml", "<|im_end|>"), ("hermes", "<|im_end|>"), ("llama3.1", "<|eot_id|>")],
+)
+def test_trl_writes_the_same_tokens_after_a_result(template: str, end: str, tmp_path: Path) -> None:
+    """TRL takes the difference of two conversations, which it renders without tools."""
+    from trl import GRPOTrainer
+
+    tokenizer, turns = make_turns(tmp_path, template, "double", special_tokens={"eos_token": end})
+    theirs: Any = SimpleNamespace(
+        processing_class=tokenizer, _tokenizer=tokenizer, _is_vlm=False, chat_template=None, chat_template_kwargs={}
+    )
+    said = [{"role": "tool", "name": "double", "content": content} for content in ("8", "so many:\n 10")]
+    for messages in (said[:1], said[1:], said):
+        assert turns.encode_results(messages, {}) == GRPOTrainer._get_tool_suffix_ids(theirs, messages)
