@@ -301,6 +301,38 @@ APART: dict[str, dict[str, Any]] = {
 }
 
 
+def continuing(prompt: int, lengths: tuple[int, ...], last: int) -> dict[str, Any]:
+    """A row of a prompt, documents of `lengths` that continue it, and one that does not; of the tokens of `documents`."""
+    (first, _), *others = documents((prompt + 1, *lengths, last))
+    batch = packed([(first[:prompt], torch.full((prompt,), -100)), *others])
+    batch["position_ids"][:, prompt : prompt + sum(lengths)] += prompt
+    places = None, *(0 for _ in lengths), None
+    return batch | {"packed_lengths": (prompt, *lengths, last), "continued": places}
+
+
+@pytest.mark.usefixtures("varlen_kernel")
+def test_a_layer_whose_documents_continue_a_prompt_compiles_for_all_lengths() -> None:
+    model, graphs = ours(build("qwen3").eval()), [0]
+
+    def counted(graph: Any, _: Any) -> Any:
+        graphs[-1] += 1
+        return graph.forward
+
+    cases = ((12, (9, 21, 1), 5), (8, (30, 2), 6), (20, (8, 3, 3, 3), 9), (11, (4, 4), 3), (7, (9, 2, 6), 6))
+    batches = [continuing(*case) for case in cases]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = [model(**batch).item() for batch in batches]
+        for layer in decoder_layers(model):
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend=counted)  # type: ignore[method-assign]
+        found = []
+        for batch in batches:
+            found.append(model(**batch).item())
+            graphs.append(graphs[-1])
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert graphs[2] == graphs[-1], f"{graphs} graphs: something is recompiled for every length"
+
+
 @pytest.mark.parametrize("kernel", ["each", "varlen"])
 @pytest.mark.parametrize("family", CONTINUING)
 def test_what_continues_a_prompt_has_the_loss_and_gradients_of_both_together(
@@ -315,9 +347,7 @@ def test_what_continues_a_prompt_has_the_loss_and_gradients_of_both_together(
     true_loss = plain_loss(model, [*whole, others[3]])
     true_gradients = gradients(model, true_loss)
 
-    batch = packed([(prompt[:shared], none), *others])
-    batch["position_ids"][:, shared:] += shared * (torch.arange(shared, batch["labels"].shape[1]) < shared + 31)
-    batch |= {"packed_lengths": (shared, 9, 21, 1, 5), "continued": (None, 0, 0, 0, None)}
+    batch = continuing(shared, (9, 21, 1), 5)
     assert can_continue(ours(model))
     loss = model(**batch)
     assert abs(loss.item() - true_loss.item()) <= EXACT * true_loss.item()
