@@ -220,7 +220,7 @@ class Session:
 
     @property
     def data(self) -> PreparedData:
-        """The recipe's data, for this rank. Raises `UserError` where it names none."""
+        """The recipe's data, for this rank. Raises `UserError` if the recipe names no data."""
         if self._data is None:
             raise UserError("the recipe names no data; set datasets, or give rows to forward_backward")
         return self._data

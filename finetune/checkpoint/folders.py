@@ -154,10 +154,10 @@ def prune(
 
 
 def rename_damaged(run_folder: Path, step: int) -> list[Path]:
-    """Renames every checkpoint after `step` to damaged-N, and returns the new names. For the holder of the lock only.
+    """Renames every checkpoint newer than `step` to damaged-N, and returns the new paths.
 
-    Called when the run resumes at `step`, since none of them verified: under a checkpoint's name they would count in
-    `save_total_limit` and be verified again at every start.
+    Only the holder of the lock may call it. The run resumes at `step` because none of the newer ones verified; under a
+    checkpoint's name they would count in `save_total_limit` and be verified again at every start.
     """
     renamed = []
     for number, path in list_checkpoints(run_folder):

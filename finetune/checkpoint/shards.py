@@ -286,9 +286,10 @@ def count_parameters(model: torch.nn.Module) -> int:
 
 
 def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankGroup) -> None:
-    """Raises `UserError` on all ranks where two that hold the same part of the state do not hold the same values.
+    """Raises `UserError` on all ranks if two ranks that should hold the same part of the state hold different values.
 
-    `shards`: all of this rank's, first copies or not. One digest a rank crosses the wire, two under tensor parallelism.
+    `shards`: all of this rank's, first copies or not. Each rank sends one digest for each comparison: of replicas, and
+    of what the ranks of a tensor-parallel group hold whole.
     """
     group_size, tensors = ranks.world.shard_group_size, ranks.world.stage_size // ranks.world.tensor_group_count
     stage = ranks.world.stage_size

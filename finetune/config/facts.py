@@ -301,7 +301,7 @@ def find_linear_layers(model_type: str) -> frozenset[str]:
 
 
 def has_own_attention(model_type: str) -> bool:
-    """Whether a family computes attention in its own code, which knows no document boundaries.
+    """Whether a family computes attention in its own code, which ignores document boundaries; False if it is unknown.
 
     >>> has_own_attention("mpt"), has_own_attention("llama"), has_own_attention("unheard_of")
     (True, False, False)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, POLICY_LOSSES, RATED, Method, Rollout
-from finetune.config.rule import Case, Rule, both, has_ep, has_fp8, has_sp, is_fsdp1, is_set, no_effect
+from finetune.config.rule import Case, Rule, all_of, has_ep, has_fp8, has_sp, is_fsdp1, is_set, no_effect
 
 
 def _method_key(key: str) -> Rule:
@@ -12,7 +12,7 @@ def _method_key(key: str) -> Rule:
     return Rule(
         name=f"{key} with another method",
         keys=(key, "method"),
-        when=both(is_set(key), lambda case: key not in case.recipe.method_facts.keys),
+        when=all_of(is_set(key), lambda case: key not in case.recipe.method_facts.keys),
         message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
     )
 
@@ -112,7 +112,7 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             name=f"{key} without labels", keys=(key, "distill_alpha", "method"),
-            when=both(lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1, is_set(key)),
+            when=all_of(lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1, is_set(key)),
             message=f"{key} applies to the cross entropy, which distill_alpha: 1 gives no weight",
             advice="set distill_alpha below 1, or remove it",
         )
@@ -330,6 +330,6 @@ RULES: tuple[Rule, ...] = (
     ),
     _refused_by_server("model_config", "it starts from a model's files; save the model with its random weights first",
                        lambda c: c["model_config"] is not None),
-    *(_refused_by_server(key, "vLLM loads no such adapters", both(is_set("use_peft"), is_set(key)))
+    *(_refused_by_server(key, "vLLM loads no such adapters", all_of(is_set("use_peft"), is_set(key)))
       for key in ("use_dora", "modules_to_save", "added_tokens", "lora_target_parameters")),
 )  # fmt: skip

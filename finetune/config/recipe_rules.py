@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config.keys import keys_of
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import EXPORTED, SCHEMES, TRAINED
-from finetune.config.rule import BF16, Case, Need, Rule, both, has_fp8, is_set, no_effect
+from finetune.config.rule import BF16, Case, Need, Rule, all_of, has_fp8, is_set, no_effect
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, QuantizationAware
 
@@ -65,7 +65,7 @@ def _needs_evaluation(key: str) -> Rule:
     return Rule(
         name=f"{key} without held-out losses",
         keys=(key, "eval_strategy", "eval_steps"),
-        when=both(is_set(key), lambda case: not _evaluates(case)),
+        when=all_of(is_set(key), lambda case: not _evaluates(case)),
         message=f"{key} needs held-out losses during training",
         advice="set eval_steps, or eval_strategy: epoch",
     )
@@ -196,7 +196,7 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             name=f"{key} with LoRA", keys=(key, "use_peft"),
-            when=both(is_set(key), is_set("use_peft", True)),
+            when=all_of(is_set(key), is_set("use_peft", True)),
             message=f"{key} is for full fine-tuning; LoRA freezes the base but for modules_to_save",
             advice="name them there",
         )
@@ -209,7 +209,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(
-            name=f"{key} in full", keys=(key, "use_peft"), when=both(is_set(key, True), is_set("use_peft", False)),
+            name=f"{key} in full", keys=(key, "use_peft"), when=all_of(is_set(key, True), is_set("use_peft", False)),
             message=f"{key}: a quantized base is frozen, so it cannot be fine-tuned in full",
             advice=f"set use_peft: true, or remove {key}", fix={"use_peft": True},
         )

@@ -171,7 +171,7 @@ def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
     return check
 
 
-def both(*conditions: Callable[[Case], object]) -> Callable[[Case], bool]:
+def all_of(*conditions: Callable[[Case], object]) -> Callable[[Case], bool]:
     """A condition: all of `conditions` hold."""
     return lambda case: all(condition(case) for condition in conditions)
 

@@ -224,7 +224,7 @@ class Layout:
         return precision | ({"parallelism_config": {"parallelism_config_dp_shard_size": 1} | mesh} if mesh else {})
 
     def remarks(self) -> Iterator[str]:
-        """What is to be set in the Accelerate file for the machine that trains, one sentence each."""
+        """What the user must still set in the Accelerate file for their machine, one sentence each."""
         if self.sharding == "hybrid":
             yield "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to yours"
         elif "parallelism_config" in self.changes:

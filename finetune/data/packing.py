@@ -218,7 +218,7 @@ class StoredBatches:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the files that are trained on, not of the rendered text, which may hold a date."""
+        """A hash of the training files. The rendered text is left out, because it may contain a date."""
         content = [store.facts["content"] for store in self.examples.stores]
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 

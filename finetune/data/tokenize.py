@@ -177,7 +177,7 @@ class SourceStats:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "SourceStats":
-        """A copy of its own of what `as_json` gave."""
+        """The stats from the output of `as_json`, as an independent copy."""
         return cls(**deepcopy({**stored, "tally": Tally(**stored["tally"])}))
 
 

@@ -267,7 +267,10 @@ def _watch(rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: f
 
 
 def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
-    """Accelerate's Accelerator for this layout. The process group, where there is one, has been initialized."""
+    """Builds Accelerate's Accelerator for this layout, with our mesh, and removes Accelerate's environment variables.
+
+    Call it after the process group, if there is one, is initialized.
+    """
     for variable in [name for name in os.environ if name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_"))]:
         del os.environ[variable]  # plugin fields left None would be filled from these: the config is read once, by us
     on_cpu = device.type == "cpu"

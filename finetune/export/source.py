@@ -49,7 +49,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Something that can be exported. Returned by `open_source`."""
+    """A model to export, opened and described; no values are read yet. Returned by `open_source`."""
 
     path: Path  # as errors name it
     description: Path  # the folder with config.json, tokenizer and chat template

@@ -115,7 +115,7 @@ def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def read_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """The tensors of these safetensors files by name, the parts of each joined over the files."""
+    """The tensors in these safetensors files, by name; only headers are read. Parts in several files are joined."""
     found: dict[str, list[tuple[StoredPart, torch.dtype]]] = {}
     for path in paths:
         for entry in read_header(path):

@@ -189,9 +189,9 @@ def system_message(system: str | None) -> list[Message]:
 
 
 def check_utf8(text: str, where: str) -> str:
-    """`text`, which came from outside: Python holds bytes there that are no UTF-8 as lone surrogates.
+    """Returns `text`, an input from outside, unchanged.
 
-    Raises `UserError` where it holds any.
+    Python stores bytes that are not valid UTF-8 as lone surrogates. Raises `UserError` if there are any.
 
     >>> check_utf8("café", "--prompt")
     'café'

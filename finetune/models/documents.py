@@ -325,7 +325,8 @@ class _Documents:
 def install_recurrence(model: Any) -> None:
     """Makes the recurrent modules of `model`, a `...ForCausalLM`, compute each document of a packed row by itself.
 
-    Called before the model is sharded and before the trunk's other hooks, which drop the boundaries.
+    Call it before sharding and before the trunk's other hooks, which drop the boundaries. Does nothing for a family
+    without recurrent layers.
     """
     trunk = trunk_of(model)
     recurrence = find_family(trunk.config.model_type).recurrence

@@ -303,7 +303,7 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for the tensor or module `name`."""
+    """A 63-bit seed made from the run's `seed` and the name of a tensor or module."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 

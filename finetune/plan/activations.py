@@ -56,12 +56,11 @@ PLACES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """How a forward runs, as far as its memory depends on it."""
+    """The settings of a forward pass that affect its memory."""
 
     itemsize: int  # bytes of the compute dtype
-    autocast: bool = (
-        False  # fp32 parameters and residual stream, cast at each matmul (DDP, single); else parameters are
-    )
+    # Parameters and the residual stream are fp32, cast at each matmul (DDP, single); else they have the compute dtype.
+    autocast: bool = False
     checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: no layer
     keeps: str = "nothing"  # what a recomputed layer keeps beside its input; see models/decoder_layers.py
     offloads: bool = False  # recomputed layers keep it in host memory: but for one, or two in the backward

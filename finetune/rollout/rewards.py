@@ -24,7 +24,7 @@ SECONDS_TO_STOP = 5.0  # after the time limit, in which the process itself says 
 class Scores:
     """What the reward functions gave."""
 
-    by_function: list[list[float | None]]  # [functions][completions]; None: the function says nothing of it
+    by_function: list[list[float | None]]  # [functions][completions]; None: the function gave no score
     failures: int  # completions that got a 0 because a function failed
 
 

@@ -191,7 +191,7 @@ def precision(run: TrainingRun) -> str:
 
 
 def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Where the optimizer's state is, if it is in files, and what of it is in memory at once."""
+    """Where the optimizer's state is stored and how much of it is in memory at once; empty if it is not in files."""
     if not isinstance(optimizer, OffloadedOptimizer):
         return []
     file = optimizer.file
@@ -262,7 +262,7 @@ def _ratios_line(folder: Path) -> list[str]:
 
 
 def results_line(folder: Path) -> str:
-    """Where the results of a run are."""
+    """The line that lists a run's results: export, adapter, checkpoints and metrics, those that exist."""
     made = [name for name in ("export", "adapter", "checkpoints", METRICS) if (folder / name).exists()]
     return "made    " + "  ".join(str(folder / name) for name in made)
 
