@@ -1,9 +1,9 @@
 """What each source gives: its examples, and the reports behind data_report.json with what is lost and found."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,10 @@ from finetune.config.schema import Data, DatasetSource
 from finetune.constants import ROUND_TOKENS
 from finetune.data.examples import Cuts, Examples, cut, number_rows
 from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
+from finetune.data.packing import StoredBatches
 from finetune.data.token_store import TokenStore
 from finetune.data.tokenize import SHOWN_BAD_ROWS, SourceStats, count_columns
 from finetune.units import counted
-
-if TYPE_CHECKING:
-    from finetune.data.packing import StoredBatches
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 COUNTED = (
@@ -237,7 +235,7 @@ class DataReport:
 
 
 def make_report(
-    train: "StoredBatches",
+    train: StoredBatches,
     sources: tuple[SourceReport, ...],
     eval_sources: tuple[SourceReport, ...] = (),
     held_out: Examples | None = None,
@@ -263,7 +261,7 @@ def make_report(
     )
 
 
-def measure_fill(train: "StoredBatches", steps: int = 256) -> float:
+def measure_fill(train: StoredBatches, steps: int = 256) -> float:
     """How full the rows of the first `steps` steps are: of `row_tokens` if packed, else of their longest one."""
     lengths, tokens, rows, padded = train.examples.lengths, 0, 0, 0
     for step in range(min(steps, train.steps_per_epoch)):
@@ -354,3 +352,4 @@ class StreamReport:
 
 
 Report = DataReport | StreamReport
+OnReport = Callable[[Report, list[str]], None]  # the report so far, and what is new in it as lines for the log

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -22,9 +22,6 @@ from finetune.data.batches import Ids, StepBatch, collate
 from finetune.data.examples import Examples, expand_groups, make_generator
 from finetune.data.images import ImageProcessor
 from finetune.distributed.world import DataParallelRank
-
-if TYPE_CHECKING:
-    from finetune.data.data_report import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +182,6 @@ def _group_by_length(
     return np.concatenate([whole[i] for i in random.permutation(len(whole))] + short) if steps else drawn
 
 
-OnReport = Callable[["Report", list[str]], None]  # the report so far, and what is new in it as lines for the log
-
-
 @dataclass(frozen=True, slots=True)
 class StoredBatches:
     """The batches of a run over `examples`, for one rank."""
@@ -260,7 +254,7 @@ class StoredBatches:
         mine = rows[rank :: self.world.size]
         return [np.concatenate([np.zeros(0, np.int64), *mine[i * size : (i + 1) * size]]) for i in range(count)]
 
-    def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
+    def batches(self, from_step: int = 0, on_report: object = None) -> Iterator[StepBatch]:
         """The step batches from `from_step` to the end, built in advance by threads, in pinned memory for CUDA.
 
         `on_report` is never called: all of the data has been read.

@@ -21,6 +21,7 @@ from finetune.config.user_code import plain_row
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.data_report import (
     DataReport,
+    OnReport,
     Report,
     SourceReport,
     StreamReport,
@@ -31,7 +32,7 @@ from finetune.data.data_report import (
 )
 from finetune.data.examples import Examples, Prompt, cut_prompts, hold_out, make_generator, mix_sources
 from finetune.data.findings import refuse_fatal
-from finetune.data.packing import BatchConfig, OnReport, StoredBatches, make_batches
+from finetune.data.packing import BatchConfig, StoredBatches, make_batches
 from finetune.data.sources import (
     RowBatch,
     describe_source,

@@ -24,9 +24,9 @@ from finetune.config.reader import to_dict
 from finetune.config.schema import Model, Recipe, recipe_keys
 from finetune.config.yaml_file import read_yaml
 from finetune.data.batches import StepBatch
-from finetune.data.data_report import Report
+from finetune.data.data_report import OnReport, Report
 from finetune.data.examples import Prompt
-from finetune.data.packing import OnReport, StoredBatches
+from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import asks_for_date
 from finetune.distributed.join import leave

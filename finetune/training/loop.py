@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.checkpoint.manifest import Progress
 from finetune.config.schedules import compute_learning_rate
@@ -22,9 +22,6 @@ from finetune.training.step import train_step
 from finetune.training.training_run import TrainingRun
 from finetune.training.update import UpdateInBackward, handle_nonfinite, make_guard
 from finetune.training.watch import Requests, SignalListener
-
-if TYPE_CHECKING:
-    from finetune.training.training_run import TrainingRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +120,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             if due.reads_device:
                 guard.raise_if_bad(recipe.optimization)
             if due.log:
-                _log(run, progress, window.metrics(run, progress, rate, result.grad_norm, compilation.seconds()))
+                _log(run, progress, run.measure(window, progress, rate, result.grad_norm, compilation.seconds()))
                 if news := compilation.news():
                     run.log.say(news)
                 window = Window(world.device)

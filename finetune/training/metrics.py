@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from finetune.checkpoint.manifest import Progress
 from finetune.config.layout import Sharding
 from finetune.constants import CACHE_VARIABLE
 from finetune.data.batches import StepBatch
-from finetune.distributed.model_parts import unwrap
 from finetune.errors import UserError, first_line, is_notebook
 from finetune.files.json_files import read_json_lines
 from finetune.files.run_files import (
@@ -33,13 +31,9 @@ from finetune.files.run_files import (
     remove_doubled,
 )
 from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
-from finetune.models.routing import find_routing
 from finetune.training.callbacks import Tracker
 from finetune.training.objectives.objective import Measured
 from finetune.units import counted, gib
-
-if TYPE_CHECKING:
-    from finetune.training.training_run import TrainingRun
 
 SMOOTHING = 0.9  # weight of the past in the loss that is shown beside the logged one
 BAR_COLUMNS = 8  # of the bar itself, at least
@@ -87,41 +81,6 @@ class Window:
         finally:
             self._synchronize()
             self._started = time.perf_counter()
-
-    def metrics(
-        self,
-        run: "TrainingRun",
-        progress: Progress,
-        rate: float,
-        grad_norm: torch.Tensor,
-        compile_seconds: float | None = None,
-    ) -> dict[str, Any]:
-        """A line of metrics.jsonl. The one place of a step where the host waits for the device."""
-        loss, means = self.measured.average(max(1, self.count), run.world)
-        routing = find_routing(unwrap(run.model))
-        return {
-            "step": progress.step,
-            "epoch": progress.epoch,
-            "loss": loss,
-            "learning_rate": rate,
-            "grad_norm": float(grad_norm),
-            "tokens": progress.tokens,
-            "trained_tokens": progress.trained_tokens,
-            "tokens_per_second": self.tokens_per_second(),
-            "mfu": self._mfu(run, self.mean_length()),
-            "mfu_of_whole_rows": self._mfu(run, run.recipe.data.max_length),
-            "peak_memory_bytes": peak_memory_bytes(self._device),
-            "data_wait_seconds": self.data_wait_seconds,
-            **({} if compile_seconds is None else {"compile_seconds": compile_seconds}),
-            **run.objectives.training.complete(means),
-            **({} if routing is None else routing.take_metrics(run.world)),
-        }
-
-    def _mfu(self, run: "TrainingRun", length: float) -> float | None:
-        """Model FLOP utilization with documents of `length` tokens; None where the device's peak is not known."""
-        if run.peak_flops is None:
-            return None
-        return self.tokens_per_second() * run.count_flop(length) / (run.peak_flops * run.world.size)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

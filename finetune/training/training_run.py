@@ -23,11 +23,13 @@ from finetune.config.schema import Recipe
 from finetune.constants import count_cores, read_versions
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
+from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import Preempted, UserError
 from finetune.files.durable import replace_file
+from finetune.models.routing import find_routing
 from finetune.training.callbacks import Event, Hooks
-from finetune.training.metrics import MetricsLog
+from finetune.training.metrics import MetricsLog, Window, peak_memory_bytes
 from finetune.training.objectives.objective import Objectives
 from finetune.training.watch import Watchdog
 
@@ -106,6 +108,36 @@ class TrainingRun:
         if failure is not None:
             self.saver.finish()
             raise UserError(f"{failure} (step {progress.step} is saved, without it)") from failure
+
+    def measure(
+        self, window: Window, progress: Progress, rate: float, grad_norm: torch.Tensor, compile_seconds: float | None
+    ) -> dict[str, Any]:
+        """A line of metrics.jsonl. The one place of a step where the host waits for the device."""
+        loss, means = window.measured.average(max(1, window.count), self.world)
+        routing = find_routing(unwrap(self.model))
+        return {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "loss": loss,
+            "learning_rate": rate,
+            "grad_norm": float(grad_norm),
+            "tokens": progress.tokens,
+            "trained_tokens": progress.trained_tokens,
+            "tokens_per_second": window.tokens_per_second(),
+            "mfu": self._mfu(window, window.mean_length()),
+            "mfu_of_whole_rows": self._mfu(window, self.recipe.data.max_length),
+            "peak_memory_bytes": peak_memory_bytes(self.world.device),
+            "data_wait_seconds": window.data_wait_seconds,
+            **({} if compile_seconds is None else {"compile_seconds": compile_seconds}),
+            **self.objectives.training.complete(means),
+            **({} if routing is None else routing.take_metrics(self.world)),
+        }
+
+    def _mfu(self, window: Window, length: float) -> float | None:
+        """Model FLOP utilization with documents of `length` tokens; None where the device's peak is not known."""
+        if self.peak_flops is None:
+            return None
+        return window.tokens_per_second() * self.count_flop(length) / (self.peak_flops * self.world.size)
 
     def preempted(self, where: str, by: str = "a signal") -> Preempted:
         """The exception of a run that a signal stops; `where` says what is saved."""
