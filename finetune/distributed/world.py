@@ -3,10 +3,14 @@
 They exchange tensors, values as JSON, and actions that succeed on all ranks or fail on all.
 """
 
+import errno
+import json
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +18,11 @@ import torch.distributed as dist
 
 from finetune.config.layout import Sharding
 from finetune.errors import UserError
+from finetune.units import disk_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.distributed.device_mesh import DeviceMesh
-import errno
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from finetune.units import disk_size
 
 # The dimensions of the meshes.
 PIPELINE, REPLICATE, FSDP, TENSOR = "pp", "dp_replicate", "fsdp", "tp"
