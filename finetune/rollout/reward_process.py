@@ -19,7 +19,7 @@ from typing import Any
 
 from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError
-from finetune.rollout.shipped_rewards import FUNCTIONS
+from finetune.rollout.shipped_rewards import FUNCTIONS, load_shipped
 
 Scores = list[float | None]
 
@@ -137,7 +137,7 @@ def main() -> None:
         try:
             if names is None:
                 names, seconds, counts = asked["names"], asked["seconds"], asked["counts_failures"]
-                functions = [FUNCTIONS[name] if name in FUNCTIONS else load(name) for name in names]
+                functions = [load_shipped(name) if name in FUNCTIONS else load(name) for name in names]
                 tools = {name.rpartition(":")[2]: load(name) for name in asked["tools"]}
                 answer: dict[str, Any] = {}
             elif "calls" in asked:

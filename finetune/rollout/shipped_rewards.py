@@ -96,3 +96,10 @@ FUNCTIONS: Mapping[str, Callable[..., Sequence[float | None]]] = {
     "length": leaves_room,
     "soft_overlong_punishment": punishes_overlong,
 }
+
+
+def load_shipped(name: str) -> Callable[..., Any]:
+    """The function of the row `name`; its package is imported here, whose seconds count for no completion."""
+    if FUNCTIONS[name] is is_equal:
+        import math_verify  # noqa: F401
+    return FUNCTIONS[name]

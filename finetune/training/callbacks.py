@@ -1,32 +1,26 @@
 """Code of others that watches a run: callbacks and metrics that the recipe names, and experiment trackers."""
 
 import difflib
+import io
 import json
 import math
+import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from finetune.checkpoint.manifest import Progress
+from finetune.config.compatibility import TRACKERS
 from finetune.config.schema import Recipe
 from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError, first_line
-from finetune.files.json_files import MAX_DIGITS, parse_json
-
-if TYPE_CHECKING:  # what prepares and saves draws half of the package in; a step needs none of it
-    pass
-import io
-import os
-import shlex
-from contextlib import contextmanager, redirect_stdout
-from importlib.util import find_spec
-
-from finetune.config.compatibility import TRACKERS
-from finetune.files.json_files import read_json_object
+from finetune.files.json_files import MAX_DIGITS, parse_json, read_json_object
 
 EVENTS = ("on_start", "on_step", "on_log", "on_evaluate", "on_save", "on_end")
 
