@@ -50,6 +50,22 @@ def _averages_sums(case: Case) -> bool:
     return case["loss_type"] in POLICY_LOSSES and POLICY_LOSSES[case["loss_type"]].average == "sums"
 
 
+def _names_apart(key: str) -> Rule:
+    """A rule: metrics know a reward, and calls a tool, by the name of its function alone."""
+
+    def find(case: Case) -> str | None:
+        names = [name.rpartition(":")[2] for name in case[key] or ()]
+        return next((name for name in names if names.count(name) > 1), None)
+
+    return Rule(
+        name=f"two {key} of one name",
+        keys=(key,),
+        when=find,
+        message=lambda case: f"{key}: two functions are named {find(case)}, under which metrics and calls know both",
+        advice="rename one of them",
+    )
+
+
 SOFT_OVERLONG = "soft_overlong_punishment"  # of SHIPPED_REWARDS: the one that has a key of its own
 
 
@@ -299,6 +315,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: samples(c) and (c["lora_dropout"] or c["attention_dropout"]),
         message="dropout cannot be combined with method: {method}: " + OFF_POLICY, advice="set it to 0",
     ),
+    *map(_names_apart, ("rewards", "tools")),
     _refused("neftune_noise_alpha", OFF_POLICY),
     _refused("streaming", "a step draws its prompts by number"),
     _refused("exact_match_samples", "held-out prompts are answered and rewarded at every evaluation anyway"),

@@ -110,7 +110,8 @@ class Rollout:
     log_completions: Annotated[int, Ge(0),
         "The number of prompts in a step whose completions are written to completions.jsonl, with their rewards."] = 1
     reward_timeout_seconds: Annotated[float, Gt(0),
-        "How long the rewards of a step may take, and the tools of a turn; they run in a process of their own."] = 60.0
+        "How long each reward may take for what is sampled together, and the tools of a turn; they run in a process "
+        "of their own."] = 60.0
     on_bad_reward: Annotated[Literal["error", "zero"], SameOnResume,
         "What is done where a reward raises, takes too long or is not finite: the run ends, or it is 0 and counted. "
         "Where a tool takes too long: the run ends, or the model reads so in place of a result."

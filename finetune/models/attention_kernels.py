@@ -222,12 +222,7 @@ def attend_documents(
     if documents.images is None and _can_use_varlen(query, value, options):
         return _attend_varlen(query, key, value, documents.boundaries, documents.longest, options, of_keys)
     mask = documents.masks.get(options.window)
-    if (
-        documents.images is None
-        and mask is not None
-        and continued is None
-        and can_attend_in_blocks(query, value, options)
-    ):
+    if documents.images is None and mask is not None and can_attend_in_blocks(query, value, options):
         return attend_in_blocks(query, key, value, mask, options)
     if documents.boundaries is None:
         return _attend_causally(query, key, value, options, documents.images).transpose(1, 2)

@@ -110,6 +110,8 @@ class Sampler:
         step: int,
     ) -> Scores:
         """What the functions give each completion. `messages`: of each, where tools were there to be called."""
+        if not self.rewards.names:
+            return Scores([], 0)
         texts = self.tokenizer.batch_decode([s.token_ids for s in sampled], skip_special_tokens=True)
         completions = [
             text if isinstance(row["prompt"], str) else said or [{"role": "assistant", "content": text}]
@@ -124,8 +126,6 @@ class Sampler:
             "soft_punish_cache": self.recipe.rollout.soft_punish_cache,
         }
         token_ids = [s.token_ids for s in sampled]
-        if not self.rewards.names:
-            return Scores([], 0)
         return self.rewards.score([row["prompt"] for row in rows], completions, token_ids, columns, state)
 
 

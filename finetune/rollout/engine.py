@@ -197,7 +197,8 @@ def compute_advantages(
     number = known.sum(1, keepdims=True)
     total = np.nansum(groups, 1, keepdims=True)
     if baseline == "others":
-        advantages = groups - (total - groups) / np.maximum(number - 1, 1)
+        others = (total - groups) / np.maximum(number - 1, 1)
+        advantages = np.where(number > 1, groups - others, 0.0 * groups)  # alone, it is compared with nothing
     elif baseline == "step":
         advantages = (groups - _mean(rewards)) / (_deviation(rewards) + SMALLEST_DEVIATION)
     else:
@@ -215,9 +216,15 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 def _deviation(values: NDArray[np.float64]) -> float:
-    """Of a sample: divided by its size less 1."""
+    """Of a sample: divided by its size less 1.
+
+    >>> _deviation(np.full(3, 0.1)), _deviation(np.array([1.0, 3.0, np.nan])).__round__(3)
+    (0.0, 1.414)
+    """
     known = values[~np.isnan(values)]
-    return float(known.std(ddof=1)) if len(known) > 1 else 0.0
+    if len(known) < 2 or (known == known[0]).all():  # the mean of equal numbers may be another one
+        return 0.0
+    return float(known.std(ddof=1))
 
 
 def find_advantages(rollout: Rollout, recipe: Recipe) -> NDArray[np.float64]:

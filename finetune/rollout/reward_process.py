@@ -31,7 +31,7 @@ class TimeLimit(TimeoutError):
 def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float) -> Scores:
     """A function's score of each completion; None where it gives none. Raises `UserError` for what it does wrong."""
     count = len(step["completions"])
-    arguments = {key: step[key] for key in ("prompts", "completions", "completion_ids")} | step["columns"]
+    arguments = step["columns"] | {key: step[key] for key in ("prompts", "completions", "completion_ids")}
     arguments |= {"trainer_state": SimpleNamespace(**step["state"])}
     arguments |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)  # of TRL's trainer
     accepted = inspect.signature(function).parameters.values()
@@ -50,20 +50,23 @@ def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seco
     return scores
 
 
-def score_each(name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float) -> tuple[Scores, int]:
-    """As `score`, one completion after another where they fail together: (scores with 0 for a failure, failures)."""
+def score_each(
+    name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
+) -> tuple[Scores, list[bool]]:
+    """(scores, which failed and got 0): as `score`, one completion after another where they fail together."""
+    failed = [False] * len(step["completions"])
     try:
-        return score(name, function, step, seconds), 0
+        return score(name, function, step, seconds), failed
     except UserError:
         scores: Scores = []
-        failures = 0
-        for one in _split(step):
+        for place, one in enumerate(_split(step)):
             try:
                 scores += score(name, function, one, limit_of_one(seconds, len(step["completions"])))
             except UserError as error:
                 print(error, file=sys.stderr)
-                scores, failures = [*scores, 0.0], failures + 1
-        return scores, failures
+                scores.append(0.0)
+                failed[place] = True
+        return scores, failed
 
 
 def limit_of_one(seconds: float, completions: int) -> float:
@@ -143,12 +146,11 @@ def main() -> None:
             elif "calls" in asked:
                 answer = {"results": call_tools(tools, asked["calls"], seconds, counts=counts)}
             else:
-                short = (name.rpartition(":")[2] for name in names)
-                pairs = list(zip(short, functions, strict=True))
-                each = [
-                    score_each(*pair, asked, seconds) if counts else (score(*pair, asked, seconds), 0) for pair in pairs
-                ]
-                answer = {"scores": [scores for scores, _ in each], "failures": sum(failed for _, failed in each)}
+                pairs = zip((name.rpartition(":")[2] for name in names), functions, strict=True)
+                scorer = score_each if counts else lambda *given: (score(*given), [])
+                each = [scorer(*pair, asked, seconds) for pair in pairs]
+                failed = map(any, zip(*(failed for _, failed in each), strict=True))
+                answer = {"scores": [scores for scores, _ in each], "failures": sum(failed)}
         except UserError as error:
             answer = {"error": str(error)}
         answers.write(json.dumps(answer) + "\n")

@@ -90,7 +90,11 @@ class Rewards:
         )
         counts = self._keys.on_bad_reward == "zero"
         asked = {"names": self._keys.rewards, "tools": self._keys.tools, "counts_failures": counts}
-        self._exchange(asked | {"seconds": self._keys.reward_timeout_seconds}, SECONDS_TO_START)
+        try:
+            self._exchange(asked | {"seconds": self._keys.reward_timeout_seconds}, SECONDS_TO_START)
+        except UserError:  # the next question starts it again
+            self.close()
+            raise
 
     def _ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
         if self._process is None or self._process.poll() is not None:
@@ -117,8 +121,9 @@ class Rewards:
                 "raise reward_timeout_seconds, or change the function"
             ) from None
         if "error" in answer:
-            counted = "completions" if key == "rewards" else "calls"
-            raise UserError(f"{answer['error']} (on_bad_reward: zero counts such {counted} and continues)")
+            counted = "calls" if key == "tools" else "completions" if "completions" in question else None
+            hint = f" (on_bad_reward: zero counts such {counted} and continues)" if counted else ""
+            raise UserError(f"{answer['error']}{hint}")
         return answer
 
 

@@ -17,31 +17,39 @@ def text_of(completion: Any) -> str:
     return str(completion if isinstance(completion, str) else completion[-1]["content"])
 
 
-def is_exact(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+def _with_reasoning(completion: Any) -> str:
+    """A completion as text, with the reasoning that is read apart from the answer where there are tools."""
+    reasoning = None if isinstance(completion, str) else completion[-1].get("reasoning_content")
+    return (f"<think>{reasoning}</think>" if reasoning else "") + text_of(completion)
+
+
+def is_exact(completions: Sequence[Any], answer: Sequence[str | None], **_: Any) -> list[float | None]:
     """1 where the completion is the answer.
 
     >>> is_exact([" 4\\n", "five"], ["4", "5"])
     [1.0, 0.0]
     """
-    return [float(text_of(each).strip() == right.strip()) for each, right in zip(completions, answer, strict=True)]
+    pairs = zip(completions, answer, strict=True)
+    return [None if right is None else float(text_of(each).strip() == right.strip()) for each, right in pairs]
 
 
-def has_number(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+def has_number(completions: Sequence[Any], answer: Sequence[str | None], **_: Any) -> list[float | None]:
     """1 where the last number of the completion is the last of the answer, which for GSM8K stands after ####.
 
     >>> has_number(["so it is 1,200.0"], ["5 x 240 = 1200\\n#### 1200"])
     [1.0]
     """
-    pairs = zip(completions, answer, strict=True)
-    return [float((found := _last_number(text_of(each))) is not None and found == _last_number(a)) for each, a in pairs]
+    found = [_last_number(text_of(each)) for each in completions]
+    pairs = zip(found, answer, strict=True)
+    return [None if right is None else float(n is not None and n == _last_number(right)) for n, right in pairs]
 
 
-def is_equal(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float | None]:
+def is_equal(completions: Sequence[Any], answer: Sequence[str | None], **_: Any) -> list[float | None]:
     """1 where math-verify finds the completion equal to the answer; nothing where it cannot read the answer."""
     from math_verify import parse, verify
 
     # Their time limits would end that of the rewards, which is the same signal's.
-    read = [parse(text, parsing_timeout=None) for text in (*answer, *map(text_of, completions))]
+    read = [parse(text or "", parsing_timeout=None) for text in (*answer, *map(text_of, completions))]
     pairs = zip(read[: len(answer)], read[len(answer) :], strict=True)
     return [float(verify(right, each, timeout_seconds=None)) if right else None for right, each in pairs]
 
@@ -52,7 +60,7 @@ def has_format(completions: Sequence[Any], **_: Any) -> list[float]:
     >>> has_format(["<think>2+2</think><answer>4</answer>", "<answer>4</answer>"])
     [1.0, 0.0]
     """
-    return [float(FORMAT.fullmatch(text_of(each)) is not None) for each in completions]
+    return [float(FORMAT.fullmatch(_with_reasoning(each)) is not None) for each in completions]
 
 
 def thinks_first(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -61,7 +69,7 @@ def thinks_first(completions: Sequence[Any], **_: Any) -> list[float]:
     >>> thinks_first(["<think>2+2</think>4", "4", "<think><think></think>"])
     [1.0, 0.0, 0.0]
     """
-    return [float(THINKING.match(text_of(each)) is not None) for each in completions]
+    return [float(THINKING.match(_with_reasoning(each)) is not None) for each in completions]
 
 
 def leaves_room(completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any) -> list[float]:

@@ -1,7 +1,7 @@
 """The turns of a completion: what was sampled is read as a message, tools answer its calls, and more is sampled."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -23,7 +23,7 @@ class Conversations:
     process: Rewards
     max_tokens: int  # of a completion, results included
     rows: Sequence[Mapping[str, Any]]  # [completions]: of their prompts
-    messages: list[list[Message]] = field(default_factory=list)  # [completions]: so far
+    messages: list[list[Message]]  # [completions]: so far
 
     def answer(self, pending: Sequence[int], made: Sequence[Sampled], *, may_call: bool) -> list[Answer]:
         """The results for each completion of `pending` that calls tools; no ids where they have no room.

@@ -43,6 +43,7 @@ SP = replace(FSDP2, sequence_parallel_size=4, shard_size=1)
 EP = replace(FSDP2, expert_parallel_size=2)
 CPU = MachineFacts(device="cpu")
 A100 = MachineFacts(device="cuda", gpu="NVIDIA A100", capability=(8, 0))
+MULTIPLY = "recipes/quickstart/multiply.py:multiply"
 CODE = f"{Path(__file__)}:test_no_rule"
 LORA, NVME = "use_peft=true", ["optim_offload=nvme", "offload_dir=/nvme"]
 GRPO = ["method=grpo", "rewards=[length]", "max_completion_length=16"]
@@ -381,6 +382,8 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     "importance_sampling_clip_min: 4.0 is not below importance_sampling_clip_max: 3.0; lower it",
                 ),
                 (["importance_sampling_clip_max=2"], "have no effect without a correction; set importance_sampling_co"),
+                (["rewards=[number, number]"], "rewards: two functions are named number"),
+                ([f"tools=[{MULTIPLY}, {MULTIPLY}]"], "tools: two functions are named multiply"),
                 (["soft_punish_cache=4"], "the reward soft_overlong_punishment and soft_punish_cache go together"),
                 (["rewards=[soft_overlong_punishment]"], "and soft_punish_cache go together"),
                 (

@@ -58,7 +58,7 @@ def ask(tmp_path: Path, *names: str, **keys: Any) -> Scores:
     rewards = Rewards(Rollout(rewards=located, **keys))
     try:
         ids = [[1] * len(each) for each in COMPLETIONS]
-        columns = {"level": [1, 2, 3], "answer": ["a", "x", "ccc"]}
+        columns = {"level": [1, 2, 3], "answer": ["a", "x", "ccc"], "completions": ["a column's"] * 3}
         state = {"global_step": 10, "max_steps": 20, "max_completion_length": 4}
         return rewards.score(["p"] * 3, COMPLETIONS, ids, columns, state)
     finally:
@@ -69,6 +69,13 @@ def test_functions_get_what_trl_gives_and_only_what_they_take(tmp_path: Path) ->
     found = ask(tmp_path, "by_column", "without_columns", "awaited", "exact_answer", "length")
     assert found.by_function == [[11, 12, 19], [1, 1, 3], [0.5, None, 0.5], [1, 0, 1], [0.75, 0.75, 0.25]]
     assert found.failures == 0
+
+
+def test_a_row_without_an_answer_has_no_score_and_reasoning_apart_is_seen_by_formats() -> None:
+    thought = [{"role": "assistant", "reasoning_content": "2+2", "content": "<answer>4</answer>"}]
+    assert FUNCTIONS["format"]([thought, "4"]) == [1.0, 0.0] == FUNCTIONS["think_format"]([thought, "4"])
+    for name in ("exact_answer", "number"):
+        assert FUNCTIONS[name](["4", "4", "5"], answer=["4", None, "4"]) == [1.0, None, 0.0]
 
 
 def test_math_verify_compares_numbers_and_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,8 @@ def test_a_completion_without_a_reward_moves_nothing() -> None:
 def test_a_group_without_a_difference_has_no_advantage() -> None:
     for baseline in ("group", "others"):
         assert not compute_advantages(np.ones(6), GENERATIONS, baseline, "group").any()
+    alone = np.array([1.0, np.nan, np.nan])
+    assert not compute_advantages(alone, 3, "others", "group").any(), "compared with nothing"
 
 
 def test_the_papers_are_named() -> None:

@@ -125,7 +125,6 @@ class PolicyObjective(Objective):
     recipe: Recipe
     rollouts: Rollouts
     other: "OtherModel | None" = None  # the reference or the teacher
-    teacher: Teacher | None = None  # it, where it is another model than the one that is trained
 
     def count(self, batch: StepBatch) -> int:
         """What `PolicyLoss.average` names."""
@@ -166,10 +165,10 @@ class PolicyObjective(Objective):
             loss = torch.where(is_trained, losses, 0.0).sum()
             if average == "sequences":
                 loss = (completions.sum(losses) / completions.lengths().clamp(min=1)).sum()
-        metrics["clip_ratio"] = self._clipped(ratios.detach(), advantages, completions)
+        metrics["clip_ratio"] = self._clipped(ratios.detach(), advantages, completions, of_tokens)
         return Measured(loss.float(), {name: pair.float() for name, pair in metrics.items()}, maxima)
 
-    def _compare(self, theirs: Tensor | None, found: Tensor, old: Tensor) -> tuple[Tensor | float, Tensor | None]:
+    def _compare(self, theirs: Tensor | None, found: Tensor, sampled: Tensor) -> tuple[Tensor | float, Tensor | None]:
         """(the teacher's part of the advantages, the divergence) of each token; 0 and None without another model.
 
         From the reference: its estimate without bias that is never negative (Schulman 2020, "Approximating KL
@@ -179,7 +178,7 @@ class PolicyObjective(Objective):
         if theirs is None:
             return 0.0, None
         if self.recipe.method_facts.needs_teacher:
-            return theirs - old, old - theirs
+            return theirs - sampled, sampled - theirs
         return 0.0, (theirs - found).exp() - (theirs - found) - 1
 
     def _is_outside(self, ratios: Tensor) -> Tensor:
@@ -187,10 +186,12 @@ class PolicyObjective(Objective):
         low, high = ratio_bounds(self.recipe)
         return (ratios < low) | (ratios > high)
 
-    def _clipped(self, ratios: Tensor, advantages: Tensor, completions: Completions) -> Tensor:
+    def _clipped(
+        self, ratios: Tensor, advantages: Tensor, completions: Completions, of_tokens: Tensor | float
+    ) -> Tensor:
         """The share of ratios that are outside the bounds, so that the loss has no gradient there."""
         is_of_tokens = len(ratios) == len(completions.of)
-        advantages = advantages[completions.of] if is_of_tokens else advantages
+        advantages = advantages[completions.of] + of_tokens if is_of_tokens else advantages
         outside = self._is_outside(ratios)
         if POLICY_LOSSES[self.recipe.method.loss_type].bound == "surrogate":  # what is bad may grow, and good shrink
             outside = outside & ((ratios - 1) * advantages > 0)
@@ -343,7 +344,7 @@ def make_policy_objectives(
     keys = recipe.rollout
     is_moved = keys.importance_sampling_correction != "none" and keys.updates_per_generation > 1
     score = partial(_score, model, world, head) if is_moved else None
-    training = PolicyObjective(recipe, Rollouts(sampler, data.train, score), other, teacher)
+    training = PolicyObjective(recipe, Rollouts(sampler, data.train, score), other)
     return Objectives(training, HeldOutRewards(sampler, data.evaluation))
 
 
