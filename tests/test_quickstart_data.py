@@ -20,10 +20,12 @@ def answers(file: str) -> list[str]:
 
 
 def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
-    for script in ("make.py", "make_pairs.py", "make_spoken.py"):
+    for script in ("make.py", "make_pairs.py", "make_spoken.py", "make_products.py"):
         subprocess.run([sys.executable, str(FOLDER / script), str(tmp_path)], check=True)
-    made = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert made == {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix not in (".py", "")}
+    for folder in (Path(), Path("products")):
+        made = {file.name: file.read_bytes() for file in (tmp_path / folder).iterdir() if file.is_file()}
+        shipped = {file.name: file.read_bytes() for file in (FOLDER / folder).iterdir() if file.is_file()}
+        assert made == {name: content for name, content in shipped.items() if not name.endswith(".py")}
 
 
 def test_the_pictures_are_drawn_again(tmp_path: Path) -> None:
