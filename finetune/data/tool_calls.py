@@ -93,10 +93,16 @@ class ToolTurns:
     def encode_results(self, results: Sequence[Message], row: Mapping[str, Any]) -> list[int]:
         """The ids that follow the token at which a turn with calls ended, up to where the assistant writes again.
 
-        They are found in a conversation of their own, so that no sampled token is encoded again.
+        They are found in a conversation of their own, so that no sampled token is encoded again. Raises `UserError`
+        where the template rejects them, as it may with a row's own tools and variables.
         """
         own, tools = self._of_row(row)
-        text, boundary = _write_results(own, results, tools, self.stops)
+        try:
+            text, boundary = _write_results(own, results, tools, self.stops)
+        except BadRow as error:
+            asked = f"{row.get('prompt', '')!s:.200}"
+            advice = "change the row's tools or chat_template_kwargs, or set another chat_template"
+            raise UserError(f"tools: the results of the prompt {asked!r}: {error}; {advice}") from None
         return encode_after(text[boundary.end() :], boundary[0], self.encoder)
 
     def _of_row(self, row: Mapping[str, Any]) -> tuple[Renderer, Tools]:

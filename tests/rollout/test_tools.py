@@ -1,6 +1,7 @@
 """Tools: which templates can write and whose calls are read, what follows a result, and what a tool's process does."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,16 @@ def test_a_row_decides_what_else_the_template_reads(tmp_path: Path) -> None:
     said = [{"role": "tool", "name": "double", "content": "8"}]
     plain, unthinking = (turns.encode_results(said, row) for row in ({}, {"variables": {"enable_thinking": False}}))
     assert tokenizer.decode(unthinking) == tokenizer.decode(plain) + "<think>\n\n</think>\n\n"
+
+
+def test_results_that_a_template_rejects_are_one_sentence(tmp_path: Path) -> None:
+    _, turns = make_turns(tmp_path, "qwen")
+    rejects = "{% if variant == 'b' %}{{ raise_exception('no results in b') }}{% endif %}" + turns.renderer.template
+    strict = replace(turns, renderer=replace(turns.renderer, template=rejects))
+    said = [{"role": "tool", "name": "double", "content": "8"}]
+    assert strict.encode_results(said, {}) == turns.encode_results(said, {})
+    with pytest.raises(UserError, match=r"^tools: the results of the prompt 'What is 2\?': .*no results in b; change"):
+        strict.encode_results(said, {"prompt": "What is 2?", "variables": {"variant": "b"}})
 
 
 REFUSED = {
