@@ -192,9 +192,10 @@ def trade_tokens_for_heads(
     """All heads of this rank's tokens in, all tokens of this rank's heads out, in one all-to-all.
 
     Args:
-        query: [rows, heads, tokens of this rank, head size]; key and value: [rows, key-value heads, ...]; as many
-            tokens on
-            every rank, in order of rank.
+        query: [rows, heads, tokens of this rank, head size].
+        key, value: [rows, key-value heads, tokens of this rank, head size]. Every rank has as many tokens, in order of
+            rank.
+
     Returns:
         [rows, heads / ranks, tokens, head size], and so on; views of one tensor where there is one row.
     """
@@ -227,8 +228,7 @@ def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_keys(states: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[rows, heads, tokens of this rank, head size] of every rank -> [rows, heads, tokens, head size], with
-    gradients."""
+    """[rows, heads, tokens of this rank, head size] -> [rows, heads, tokens, head size], with gradients."""
     gathered: Tensor = _GatherTokens.apply(states, group)  # type: ignore[no-untyped-call]
     return gathered
 

@@ -199,7 +199,9 @@ def auxiliary_loss_of_step(
     *,
     is_one_forward: bool,
 ) -> Callable[[Tensor], Tensor]:
-    """A function that adds the auxiliary loss of the latest forward to its loss; the loss itself where there is none.
+    """Returns a function that adds a mixture's auxiliary loss to the loss of the latest forward.
+
+    Without an auxiliary loss, the function returns the loss unchanged.
 
     The auxiliary loss multiplies what the whole step selects with the probabilities of each token. With several
     micro-batches the first backward needs the selection of the last, hence a forward of each without gradients.

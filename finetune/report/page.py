@@ -286,7 +286,7 @@ def report_command(arguments: argparse.Namespace) -> int:
     if arguments.serve:
         return _serve(arguments)
     if arguments.port is not None:
-        raise UserError("--port: goes with --serve")
+        raise UserError("--port: has no effect without --serve; add it, or leave --port out")
     runs = [read_run(Path(name)) for name in arguments.runs]
     path = Path(arguments.output) if arguments.output else runs[0].folder / "report.html"
     if path.suffix == ".png":

@@ -159,7 +159,7 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
     for arguments, message in (
         ((str(tmp_path / "gone"), "--serve"), f"{tmp_path / 'gone'}: no such folder; name a run's folder"),
         ((str(tmp_path / "run"), "--serve", "--output", "a.html"), "--output: --serve writes no file"),
-        ((str(tmp_path / "run"), "--port", "8000"), "--port: goes with --serve"),
+        ((str(tmp_path / "run"), "--port", "8000"), "--port: has no effect without --serve; add it"),
         ((str(tmp_path / "run"), "--serve", "--port", "65536"), "--port 65536: not from 0 to 65535"),
     ):
         ended = run_command(["python", "-m", "finetune", "report", *arguments])
