@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from finetune.config import layout_rules, method_rules, model_rules, recipe_rules
 from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
+from finetune.config.methods import REWARD_PACKAGES
 from finetune.config.optimization import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.rule import BF16, Case, Problem, Rule, has_fp8, is_quantized, is_set
@@ -116,6 +118,10 @@ def _package(
     )
 
 
+def _rewards_by(name: str, case: Case) -> bool:
+    return name in case["rewards"]
+
+
 def _has_old_gpu(case: Case) -> bool:
     capability = case.machine.capability
     return has_fp8(case) and capability is not None and capability < (HIP_FP8 if case.machine.is_hip else CUDA_FP8)
@@ -152,9 +158,12 @@ MACHINE: tuple[Rule, ...] = (
         )
         for name, package in TRACKERS.items()
     ),
-    _package(
-        "a reward's package", ("rewards",), lambda c: "math_verify" in c["rewards"], "math_verify",
-        "rewards: math_verify", "use number", install="math-verify",
+    *(
+        _package(
+            f"the package of {name}", ("rewards",), partial(_rewards_by, name), package,
+            f"rewards: {name}", "use number", install=package.replace("_", "-"),
+        )
+        for name, package in REWARD_PACKAGES.items()
     ),
     _package(
         "bitsandbytes", LOAD_KEYS, is_quantized, "bitsandbytes", lambda c: c.load_key,

@@ -20,6 +20,9 @@ SHIPPED_REWARDS: Mapping[str, str] = {
 }
 
 
+REWARD_PACKAGES: Mapping[str, str] = {"math_verify": "math_verify"}  # what a reward that ships imports
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
     """What distinguishes a loss of sampled completions."""

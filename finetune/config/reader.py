@@ -279,7 +279,7 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
         try:
             shipped = SHIPPED_REWARDS if entry.key == "rewards" else ()
             names = (value,) if isinstance(value, str) else value
-            found = tuple(name if name in shipped else locate(name, folder) for name in names)
+            found = tuple(locate(name, folder, shipped) for name in names)
             value = found[0] if isinstance(value, str) else found
         except ValueError as error:
             return [f"{entry.where}: {entry.key}: {error}"]

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -27,8 +27,8 @@ def expect_recipe(recipe: Any) -> Recipe:
     return recipe
 
 
-def locate(text: str, folder: Path) -> str:
-    """`FILE.py:NAME` with the file as it is found from here or from the recipe's `folder`.
+def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
+    """`FILE.py:NAME` with the file as it is found from here or from the recipe's `folder`; a `known` name as it is.
 
     Raises `ValueError` with a sentence where the text names no function, or there is no such file.
 
@@ -36,9 +36,12 @@ def locate(text: str, folder: Path) -> str:
     Traceback (most recent call last):
     ValueError: my_data.py: name a Python file and what is in it, such as my_data.py:rows
     """
+    if text in known:
+        return text
     file, _, name = text.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{text}: name a Python file and what is in it, such as my_data.py:rows")
+        or_known = f", or one of {', '.join(known)}" if known else ""
+        raise ValueError(f"{text}: name a Python file and what is in it, such as my_data.py:rows{or_known}")
     found = next((path for path in (Path(file).expanduser(), folder / file) if path.is_file()), None)
     if found is None:
         raise ValueError(f"{file}: no such file, here or in the recipe's folder")

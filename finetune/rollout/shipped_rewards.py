@@ -2,7 +2,10 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
+
+from finetune.config.methods import REWARD_PACKAGES
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 FORMAT = re.compile(
@@ -108,6 +111,6 @@ FUNCTIONS: Mapping[str, Callable[..., Sequence[float | None]]] = {
 
 def load_shipped(name: str) -> Callable[..., Any]:
     """The function of the row `name`; its package is imported here, whose seconds count for no completion."""
-    if FUNCTIONS[name] is is_equal:
-        import math_verify  # noqa: F401
+    if name in REWARD_PACKAGES:
+        import_module(REWARD_PACKAGES[name])
     return FUNCTIONS[name]
