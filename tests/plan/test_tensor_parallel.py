@@ -175,7 +175,7 @@ def test_a_plan_that_is_not_understood_is_refused(changes: dict[str, str], named
     config = CONFIG_MAPPING["qwen3"](**CONFIG, **HEAD["qwen3"])
     config.base_model_tp_plan = config.base_model_tp_plan | changes
     model: Any = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UserError, match=f"^tp.yaml: .*tp_size 2: the plan of transformers .* {named}"):
+    with pytest.raises(UserError, match=f"^tp.yaml: dp_shard_size 1 x tp_size 2: the plan of transformers .* {named}"):
         divide_matrices(model, SimpleNamespace(sharding=plan_of("qwen3").sharding, mesh=mesh))  # type: ignore[arg-type]
 
 
