@@ -292,10 +292,9 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
     """The whole text. `file`: its name, for the commands in its first lines."""
     keys = fit.keys
     samples = METHODS[keys.get("method", DEFAULT_METHOD)].samples
-    rows, found = ("prompts", "reward") if samples else ("rows", "loss")
-    worse = "falls" if samples else "rises"
-    packed_rows = data.rows if samples else data.rows * data.mean_tokens / keys["max_length"]
-    steps = keys["num_train_epochs"] * packed_rows / keys["global_batch_size"]
+    drawn, measured, worse = ("prompts", "reward", "falls") if samples else ("rows", "loss", "rises")
+    an_epoch = data.rows if samples else data.rows * data.mean_tokens / keys["max_length"]  # of what a step draws
+    steps = keys["num_train_epochs"] * an_epoch / keys["global_batch_size"]
     every = max(1, round(steps / 10, -1 if steps > 200 else 0))
     lines = [
         *_head(data, fit, hardware, file),
@@ -305,19 +304,19 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         *_trained(fit),
         "",
         *_datasets(data),
-        *([_line("eval_split_size", keys["eval_split_size"], f"rows that are not trained on: their {found} shows what was learned")] if "eval_split_size" in keys else []),  # noqa: E501
+        *([_line("eval_split_size", keys["eval_split_size"], f"rows that are not trained on: their {measured} shows what was learned")] if "eval_split_size" in keys else []),  # noqa: E501
         "",
         _line("max_length", keys["max_length"], _about_length(data, keys["max_length"], samples=samples)),
-        _line("global_batch_size", keys["global_batch_size"], f"{rows} in a step, over all GPUs"),
+        _line("global_batch_size", keys["global_batch_size"], f"{drawn} in a step, over all GPUs"),
         _line("per_device_train_batch_size", keys["per_device_train_batch_size"], "rows at once on a GPU: more are faster, and take memory"),  # noqa: E501
-        _line("num_train_epochs", keys["num_train_epochs"], f"watch the held-out {found}: fewer, where it {worse}"),
+        _line("num_train_epochs", keys["num_train_epochs"], f"watch the held-out {measured}: fewer, where it {worse}"),
         *_advised(fit),
         "",
         _line("learning_rate", keys["learning_rate"], "for all parameters of a trained model" if fit.trained == "full" else "adapters take ten times the rate of full fine-tuning and more"),  # noqa: E501
         _line("warmup_ratio", 0.03),
         "",
         _line("logging_steps", max(1, min(10, int(every) // 5))),
-        *([_line("eval_steps", int(every), f"steps between two measurements of that {found}")] if "eval_split_size" in keys else []),  # noqa: E501
+        *([_line("eval_steps", int(every), f"steps between two measurements of that {measured}")] if "eval_split_size" in keys else []),  # noqa: E501
         _line("save_steps", int(every), "steps between two checkpoints; the newest two are kept"),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
