@@ -39,7 +39,7 @@ from finetune.plan.step_memory import find_peak
 from finetune.training.metrics import DIVERGED_ADVICE
 from finetune.training.objectives.distill import StoredTeacher
 from finetune.training.objectives.objective import Objective
-from finetune.training.training_run import METRICS, TrainingRun
+from finetune.training.training_run import COMPLETIONS, METRICS, TrainingRun
 from finetune.units import counted, disk_size, gib
 
 SHOWN_ANSWERS = 5  # held-out questions in the last screen
@@ -262,8 +262,8 @@ def _ratios_line(folder: Path) -> list[str]:
 
 
 def results_line(folder: Path) -> str:
-    """The line that lists a run's results: export, adapter, checkpoints and metrics, those that exist."""
-    made = [name for name in ("export", "adapter", "checkpoints", METRICS) if (folder / name).exists()]
+    """The line that lists what a run has made: export, adapter, checkpoints, metrics and completions."""
+    made = [name for name in ("export", "adapter", "checkpoints", METRICS, COMPLETIONS) if (folder / name).exists()]
     return "made    " + "  ".join(str(folder / name) for name in made)
 
 
