@@ -11,7 +11,5 @@ NEEDS = {
 }
 
 collect_ignore = [module for module, package in NEEDS.items() if not find_spec(package)]
-collect_ignore += [
-    "recipes/quickstart/make_spoken.py",
-    "recipes/quickstart/make_pictures.py",
-]  # import the one beside them
+# These import the one beside them.
+collect_ignore += [f"recipes/quickstart/make_{name}.py" for name in ("spoken", "pictures", "products")]

@@ -165,7 +165,8 @@ class SignalListener:
         elif number in STOPPING and not self.stop:
             self.stop, self._asked_at = True, time.monotonic()
             when = " once torch.compile is done" if _compiles() else ""
-            # A rank gets SIGTERM when its launcher ends, whoever ended that.
+            # A rank gets SIGTERM when its launcher ends, whoever ended that, and may get it before its parent changes.
+            time.sleep(0.1)
             cause = signal.Signals(number).name if os.getppid() == self._launcher else "the launcher has ended"
             _print(f"{cause}: saving, then stopping{when}; send it again to stop at once")
         elif number in STOPPING and time.monotonic() - self._asked_at > ECHO_SECONDS:

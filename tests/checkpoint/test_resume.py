@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_without_a_network(place: 
 PRINTS_BATCHES = """
 import sys
 from finetune import run
-from finetune.data.batches import StoredBatches
+from finetune.data.packing import StoredBatches
 from finetune.errors import end_process, exit_code
 
 def make(self, step, step_batch=StoredBatches.step_batch):

@@ -137,7 +137,7 @@ def test_the_launchers_environment() -> None:
         (
             {"tensor_parallel": {"autotp_size": 2}},
             {},
-            "tensor_parallel: remove this section; parallelism_config_tp_size",
+            "tensor_parallel: remove it; parallelism_config_tp_size",
         ),
         ({"compile": {"disable": False}}, {}, "compile: set torch_compile: true in the recipe"),
         (

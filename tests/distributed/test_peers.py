@@ -10,7 +10,7 @@ from tests.ranks import environment
 
 WAITS = """
 import os, sys, time, psutil
-from finetune.distributed.world import this_process, watch_peers
+from finetune.distributed.join import this_process, watch_peers
 host, peer = os.uname().nodename, int(sys.argv[1])
 processes = [this_process(), (host, peer, psutil.Process(peer).create_time()), ("another-host", 1, 0.0)]
 left = watch_peers(0, processes, timeout_seconds=1.0)
