@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import psutil
 import torch
 
 from finetune.data.batches import StepBatch
@@ -165,13 +166,20 @@ class SignalListener:
         elif number in STOPPING and not self.stop:
             self.stop, self._asked_at = True, time.monotonic()
             when = " once torch.compile is done" if _compiles() else ""
-            # A rank gets SIGTERM when its launcher ends, whoever ended that, and may get it before its parent changes.
-            time.sleep(0.1)
-            cause = signal.Signals(number).name if os.getppid() == self._launcher else "the launcher has ended"
+            # A rank gets SIGTERM when its launcher ends, whoever ended that.
+            cause = signal.Signals(number).name if self._is_launched() else "the launcher has ended"
             _print(f"{cause}: saving, then stopping{when}; send it again to stop at once")
         elif number in STOPPING and time.monotonic() - self._asked_at > ECHO_SECONDS:
             _print("stopped at once; what was not saved is lost")
             os._exit(128 + number)
+
+
+    def _is_launched(self) -> bool:
+        """Whether the launcher runs. It is the parent still for the moment in which its last threads end."""
+        with suppress(psutil.Error):  # a parent outside of this container cannot be seen
+            if psutil.Process(self._launcher).status() == psutil.STATUS_ZOMBIE:
+                return False
+        return os.getppid() == self._launcher
 
 
 @contextmanager

@@ -134,11 +134,7 @@ def test_the_launchers_environment() -> None:
             {},
             "zero_quantized_weights: this part of DeepSpeed has",
         ),
-        (
-            {"tensor_parallel": {"autotp_size": 2}},
-            {},
-            "tensor_parallel: remove it; parallelism_config_tp_size",
-        ),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, "tensor_parallel: remove it; parallelism_config_tp_size"),
         ({"compile": {"disable": False}}, {}, "compile: set torch_compile: true in the recipe"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},

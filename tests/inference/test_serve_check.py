@@ -145,7 +145,11 @@ def test_the_runs_own_rows_are_asked_and_the_first_other_token_is_named(
     answer(text, text)
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert f"prompts {rows}\n" in said and "1 of 1 prompts answered alike" in said and "log-probabilities within 0.25\n" in said
+    assert (
+        f"prompts {rows}\n" in said
+        and "1 of 1 prompts answered alike" in said
+        and "log-probabilities within 0.25\n" in said
+    )
     other = tokenizer.decode(new[:3]) + "~~~~"
     answer(other, other)
     assert main(command) == 1
