@@ -173,7 +173,6 @@ class SignalListener:
             _print("stopped at once; what was not saved is lost")
             os._exit(128 + number)
 
-
     def _is_launched(self) -> bool:
         """Whether the launcher runs. It is the parent still for the moment in which its last threads end."""
         with suppress(psutil.Error):  # a parent outside of this container cannot be seen
