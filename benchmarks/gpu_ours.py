@@ -133,8 +133,7 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     from finetune.training.objectives.objective import SFT, Objective
     from finetune.training.objectives.preference import PreferenceObjective
     from finetune.training.reference import without_adapters
-    from finetune.training.step import train_step
-    from finetune.training.update import make_guard
+    from finetune.training.step import make_guard, train_step
 
     began = time.perf_counter()
     batches = step_batches(case, options)

@@ -52,9 +52,8 @@ from finetune.training.objectives.objective import SFT, Measured, Objective, Obj
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.reference import evaluating
 from finetune.training.screens import check_offload_dir, explain_out_of_memory
-from finetune.training.step import forward_backward
+from finetune.training.step import clip_and_update, forward_backward, handle_nonfinite, make_guard, set_learning_rate
 from finetune.training.training_run import TrainingRun
-from finetune.training.update import clip_and_update, handle_nonfinite, make_guard, set_learning_rate
 from finetune.training.watch import SignalListener, uninterrupted
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]

@@ -9,11 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
-from finetune.data.examples import Examples
-from finetune.data.images import ImageProcessor
-from finetune.data.messages import BadRow
-from finetune.errors import UserError
+from finetune.constants import IGNORE_INDEX
 
 Ids = NDArray[np.int64]
 
@@ -98,115 +94,6 @@ class MicroBatch:
         return replace(self, **changed, mismatched=mismatched)
 
 
-def collate(
-    examples: Examples,
-    ids: Ids,
-    *,
-    packing: bool,
-    pad_token_id: int,
-    part: int = 0,
-    parts: int = 1,
-    images: ImageProcessor | None = None,
-) -> MicroBatch:
-    """The examples `ids` as one micro-batch, or one of several `parts` of its tokens; a filler where there are none."""
-    if not examples.is_rated:
-        micro_batch = _collate(examples, ids, packing, pad_token_id, part, parts)
-        return micro_batch if images is None else _add_images(micro_batch, examples, images)
-    ratings = torch.from_numpy(examples.take(ids).find_ratings())
-    rated, mismatched = (_collate(examples, ids[first::2], packing, pad_token_id, part, parts) for first in (0, 1))
-    return replace(rated, desirable=ratings > 0, mismatched=mismatched)
-
-
-def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, part: int, parts: int) -> MicroBatch:
-    if len(ids) == 0:
-        micro_batch = make_filler(packing, parts)
-    else:
-        micro_batch = _pack(examples, ids, parts) if packing else _pad(examples, ids, pad_token_id, parts)
-    if parts > 1:
-        micro_batch = _take_part(micro_batch, part, parts)
-    if examples.group_size == 1:
-        return micro_batch
-    return replace(micro_batch, trained_documents=_find_trained_documents(micro_batch))
-
-
-def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProcessor) -> MicroBatch:
-    """The micro-batch with the pixels of its documents' images. Raises `UserError` where one cannot be read."""
-    ids = micro_batch.example_ids
-    found = [image for example_id in ids for image in examples.read_images(example_id)]
-    try:
-        inputs = images.make_inputs(found) if found else images.blank_inputs
-    except BadRow as problem:
-        raise UserError(f"one of {', '.join(map(examples.where, ids))}: {problem}") from None
-    return replace(micro_batch, images=inputs, image_counts=tuple(map(examples.count_images, ids)))
-
-
-def _take_part(micro_batch: MicroBatch, part: int, parts: int) -> MicroBatch:
-    """A rank's part of the tokens, whose number `parts` divides."""
-    tokens = micro_batch.labels.shape[1] // parts
-    first, names = part * tokens, ("input_ids", "labels", "position_ids", "token_mask")
-    mine = {name: getattr(micro_batch, name)[:, first : first + tokens].contiguous() for name in names}
-    return replace(
-        micro_batch, **mine, trained_positions=_find_trained_positions(mine["labels"].numpy()), first_token=first
-    )
-
-
-def _pack(examples: Examples, ids: Ids, parts: int) -> MicroBatch:
-    lengths = examples.lengths[ids].astype(np.int64)
-    tokens = int(lengths.sum())
-    padding = -tokens % (ROUND_TOKENS * parts)
-    picked = [examples[example_id] for example_id in ids]
-    # The padding repeats a token of the text. The pad token's embedding may be zero, and where a document holds nothing
-    # else, Gemma 3n, which takes the square root of its states' mean square, has a gradient of 0 x infinity.
-    input_ids = np.full(tokens + padding, picked[0].input_ids[0], np.int64)
-    labels = np.full(tokens + padding, IGNORE_INDEX, np.int64)
-    np.concatenate([example.input_ids for example in picked], out=input_ids[:tokens])
-    np.concatenate([example.labels for example in picked], out=labels[:tokens])
-    lengths = np.append(lengths, padding) if padding else lengths  # a document of its own, which no other attends to
-    ends = np.cumsum(lengths)
-    positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-    return MicroBatch(
-        input_ids=torch.from_numpy(input_ids)[None],
-        labels=torch.from_numpy(labels)[None],
-        position_ids=torch.from_numpy(positions)[None],
-        trained_positions=_find_trained_positions(labels),
-        cu_seq_lens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
-        max_document_length=int(lengths.max()),
-        example_ids=tuple(ids.tolist()),
-        document_lengths=tuple(examples.lengths[ids].tolist()),
-        packed_lengths=tuple(lengths.tolist()),
-        token_mask=(torch.arange(tokens + padding) < tokens)[None],
-    )
-
-
-def _pad(examples: Examples, ids: Ids, pad_token_id: int, parts: int) -> MicroBatch:
-    longest = -(-int(examples.lengths[ids].max()) // parts) * parts
-    input_ids = np.full((len(ids), longest), pad_token_id, np.int64)
-    labels = np.full((len(ids), longest), IGNORE_INDEX, np.int64)
-    lengths = torch.from_numpy(examples.lengths[ids].astype(np.int64))
-    for row, example_id in enumerate(ids):
-        example = examples[example_id]
-        input_ids[row, : len(example.input_ids)] = example.input_ids
-        labels[row, : len(example.labels)] = example.labels
-    return MicroBatch(
-        input_ids=torch.from_numpy(input_ids),
-        labels=torch.from_numpy(labels),
-        position_ids=torch.arange(longest).repeat(len(ids), 1),
-        trained_positions=_find_trained_positions(labels),
-        cu_seq_lens=None,
-        max_document_length=longest,
-        example_ids=tuple(ids.tolist()),
-        document_lengths=tuple(examples.lengths[ids].tolist()),
-        token_mask=torch.arange(longest) < lengths[:, None],
-    )
-
-
-def _find_trained_positions(labels: Ids) -> Tensor:
-    """Where the flattened `labels` are, and then places without one, which add nothing to the loss."""
-    trained = np.flatnonzero(labels != IGNORE_INDEX)
-    others = np.flatnonzero(labels == IGNORE_INDEX)[: -len(trained) % ROUND_TOKENS]
-    return torch.from_numpy(np.concatenate((trained, others)))
-
-
 def _find_trained_documents(micro_batch: MicroBatch) -> Tensor:
     """The document of each of `trained_positions`; 0 for those without a label."""
     positions = micro_batch.trained_positions
@@ -217,24 +104,6 @@ def _find_trained_documents(micro_batch: MicroBatch) -> Tensor:
         documents = torch.searchsorted(micro_batch.cu_seq_lens.long(), in_row, right=True) - 1
     has_label = micro_batch.labels.flatten()[positions] != IGNORE_INDEX
     return torch.where(has_label, documents, 0)
-
-
-def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
-    """ROUND_TOKENS tokens a rank without a label, for ranks that have no row: they take part in the step's collectives
-    and add nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers
-    again."""
-    tokens = ROUND_TOKENS * parts
-    return MicroBatch(
-        input_ids=torch.ones(1, tokens, dtype=torch.int64),  # 0 is often the pad token, see `_pack`
-        labels=torch.full((1, tokens), IGNORE_INDEX, dtype=torch.int64),
-        position_ids=torch.arange(tokens)[None],
-        trained_positions=torch.zeros(0, dtype=torch.int64),
-        cu_seq_lens=torch.tensor([0, tokens], dtype=torch.int32) if packing else None,
-        max_document_length=tokens,
-        example_ids=(),
-        packed_lengths=(tokens,) if packing else None,
-        token_mask=torch.zeros(1, tokens, dtype=torch.bool),
-    )
 
 
 @dataclass(frozen=True, slots=True)

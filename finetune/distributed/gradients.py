@@ -20,8 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.distributed.pipeline import find_pipeline
-from finetune.distributed.tensor_parallel import PARTIAL
-from finetune.distributed.world import TENSOR, World
+from finetune.distributed.world import World
 from finetune.errors import UserError
 
 LOWEST_SCALE = 1.0  # a gradient that overflows fp16 without any scaling does not fit in fp16 at all
@@ -114,24 +113,6 @@ def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     return list(groups.values())
-
-
-def sum_partial_gradients(model: nn.Module, world: World) -> None:
-    """All-reduces the gradients of replicated norms within each tensor-parallel group.
-
-    Each rank has computed them from its own heads only. Called after the last micro-batch of a step.
-    """
-    if world.mesh is None or not world.sharding.divides_matrices:
-        return
-    parameters = (p for module in model.modules() if hasattr(module, PARTIAL) for p in module.parameters(recurse=False))
-    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        # Where they are offloaded, they still cross between the devices, to which the group belongs.
-        together = torch.cat([gradient.flatten() for gradient in gradients]).to(world.device)
-        dist.all_reduce(together, group=world.mesh[TENSOR].get_group())
-        parts = torch.split(together, [gradient.numel() for gradient in gradients])
-        for gradient, summed in zip(gradients, parts, strict=True):
-            gradient.copy_(summed.view(gradient.shape))
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

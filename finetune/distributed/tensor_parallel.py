@@ -194,3 +194,21 @@ def find_local_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
     (rows, _), mesh = find_local_slices(weight), weight.device_mesh
     local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
     return weight.to_local(), local_bias, VocabularyShard(rows.start, weight.shape[0], mesh.get_group())
+
+
+def sum_partial_gradients(model: nn.Module, world: World) -> None:
+    """All-reduces the gradients of replicated norms within each tensor-parallel group.
+
+    Each rank has computed them from its own heads only. Called after the last micro-batch of a step.
+    """
+    if world.mesh is None or not world.sharding.divides_matrices:
+        return
+    parameters = (p for module in model.modules() if hasattr(module, PARTIAL) for p in module.parameters(recurse=False))
+    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        # Where they are offloaded, they still cross between the devices, to which the group belongs.
+        together = torch.cat([gradient.flatten() for gradient in gradients]).to(world.device)
+        dist.all_reduce(together, group=world.mesh[TENSOR].get_group())
+        parts = torch.split(together, [gradient.numel() for gradient in gradients])
+        for gradient, summed in zip(gradients, parts, strict=True):
+            gradient.copy_(summed.view(gradient.shape))

@@ -173,34 +173,6 @@ class World:
         return gather_json(value, group) if dist.is_initialized() else [value]
 
 
-def all_to_all(
-    rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
-) -> torch.Tensor:
-    """Sends `sent[r]` of the rows to each rank r of the group, and returns the rows received, in order of rank.
-
-    Its backward returns the gradients the same way. By default every rank sends and receives as many.
-    """
-    exchanged: torch.Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-# torch.distributed.nn has the same and is deprecated; the functional collectives return a tensor that waits later, and
-# that a layer's views and saved tensors would all be.
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None
-    ) -> torch.Tensor:
-        ctx.arguments = group, received, sent
-        arriving = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(arriving, rows.contiguous(), received, sent, group=group)
-        return arriving
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return all_to_all(gradients[0], *ctx.arguments), None, None, None
-
-
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """The ranks that agree, over a process group. A thread beside the training loop needs its own group."""
@@ -251,36 +223,29 @@ def _describe_full_disk(error: OSError) -> str:
     return f" ({disk_size(disk.f_frsize * disk.f_bavail)} free there); make room, or set output_dir to a larger disk"
 
 
-def sum_over_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sums `tensor` over the ranks of a sequence, with gradients.
+def all_to_all(
+    rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+) -> torch.Tensor:
+    """Sends `sent[r]` of the rows to each rank r of the group, and returns the rows received, in order of rank.
 
-    Every rank computes the same loss from the sum, so each must count 1 / ranks of that loss.
-
-    Args:
-        tensor: This rank's part of the sum.
-        group: The ranks that share a sequence; None returns `tensor`.
+    Its backward returns the gradients the same way. By default every rank sends and receives as many.
     """
-    if group is None:
-        return tensor
-    total: torch.Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return total
+    exchanged: torch.Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
-def gather_tokens(states: torch.Tensor, group: dist.ProcessGroup, dim: int = 1) -> torch.Tensor:
-    """[rows, tokens of this rank, ...] of every rank of a sequence -> [rows, tokens, ...], without gradients."""
-    parts = [torch.empty_like(states, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, states.contiguous(), group)
-    return torch.cat(parts, dim)
-
-
-class _SumOverRanks(torch.autograd.Function):
+# torch.distributed.nn has the same and is deprecated; the functional collectives return a tensor that waits later, and
+# that a layer's views and saved tensors would all be.
+class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(
+        ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None
+    ) -> torch.Tensor:
+        ctx.arguments = group, received, sent
+        arriving = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(arriving, rows.contiguous(), received, sent, group=group)
+        return arriving
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _SumOverRanks.forward(ctx, grad_outputs[0], ctx.group), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return all_to_all(gradients[0], *ctx.arguments), None, None, None

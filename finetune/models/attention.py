@@ -2,28 +2,24 @@
 
 On a CPU attention runs in float32: torch's bf16 backward there is half as fast, and compiles for every length.
 
-Ranks may share the tokens of a row (sequence parallelism). Where they divide the heads (DeepSpeed-Ulysses, Jacobs et
-al. 2023, arXiv:2309.14509), a decoder layer works on this rank's tokens. Before attention an all-to-all trades them for
-heads: a rank gets every token of its heads, among which it attends as one rank alone would, and after attention a
-second one trades back. The backward of each is the all-to-all that returns the gradients; under activation
-checkpointing every rank repeats both in the same order. Fewer key-value heads than ranks are repeated.
-
-More ranks than heads gather the keys and values of the row, and each attends from its own tokens (Llama 3, Grattafiori
-et al. 2024, arXiv:2407.21783, section 3.3.2). Backward, their gradients are summed over the ranks.
+Ranks may share the tokens of a row: `distributed/sequence_parallel.py` gathers what their attention reads.
 """
 
-import math
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 
 from finetune.config.layout import divides_heads
-from finetune.distributed.world import all_to_all, gather_tokens
+from finetune.distributed.sequence_parallel import (
+    gather_keys,
+    take_heads,
+    trade_heads_for_tokens,
+    trade_tokens_for_heads,
+)
 from finetune.errors import UserError
 from finetune.models.attention_kernels import (
     Continued,
@@ -43,13 +39,11 @@ NO_MASK: dict[str, Any] = {}  # an attention_mask for a whole vision-language mo
 UNSUPPORTED = ("position_bias",)  # arguments that transformers may pass and this attention does not take
 
 
-# From the arguments of a training forward to those that the implementation reads. Generation's stay as they are.
-
-
 def prepare_for_packed(
     windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    kwargs, (boundaries, longest, lengths, _, images, places) = _split_boundaries(kwargs)
+    """From a training forward's arguments to those that `packed_attention` reads; generation's stay as they are."""
+    kwargs, (boundaries, longest, lengths, _, images, places) = split_boundaries(kwargs)
     mask = kwargs.get("attention_mask")
     if (mask is not None and mask is not NO_MASK) or kwargs.get("use_cache") is not False:
         return kwargs
@@ -68,37 +62,10 @@ def prepare_for_packed(
     return prepared if sequence_group is None else prepared | {"sequence_group": sequence_group}
 
 
-def _split_boundaries(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+def split_boundaries(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """The arguments without BOUNDARIES, and these; None for those that are missing."""
     others = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     return others, [kwargs.get(name) for name in BOUNDARIES]
-
-
-FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-
-def prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
-    kwargs, (boundaries, longest, *_) = _split_boundaries(kwargs)
-    if boundaries is None:
-        return kwargs
-    return kwargs | dict(zip(FLASH_ARGUMENTS, (boundaries, boundaries, longest, longest), strict=True))
-
-
-def mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """With a mask of all pairs of tokens, for attention that has no other way to know documents."""
-    kwargs, (boundaries, *_) = _split_boundaries(kwargs)
-    if boundaries is None:
-        return kwargs
-    places = kwargs["position_ids"]  # which start again with each document
-    tokens = torch.arange(places.shape[1], device=places.device)
-    start = tokens - places[0]
-    is_hidden = (tokens[:, None] < tokens) | (start[:, None] != start)
-    mask = torch.zeros(is_hidden.shape, device=places.device).masked_fill(is_hidden, torch.finfo(torch.float32).min)
-    return kwargs | {"attention_mask": mask[None, None]}
-
-
-def drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return _split_boundaries(kwargs)[0]
 
 
 @cache
@@ -184,72 +151,3 @@ def _attend_across_ranks(
     if options.sinks is not None:
         options = options._replace(sinks=take_heads(options.sinks, group))
     return trade_heads_for_tokens(attend_documents(query, key, value, documents, options).to(dtype), group)
-
-
-def trade_tokens_for_heads(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All heads of this rank's tokens in, all tokens of this rank's heads out, in one all-to-all.
-
-    Args:
-        query: [rows, heads, tokens of this rank, head size].
-        key, value: [rows, key-value heads, tokens of this rank, head size]. Every rank has as many tokens, in order of
-            rank.
-
-    Returns:
-        [rows, heads / ranks, tokens, head size], and so on; views of one tensor where there is one row.
-    """
-    ranks = group.size()
-    states = [query, *(_repeat_heads(each, ranks) for each in (key, value))]
-    rows, _, tokens, _ = query.shape
-    sizes = [(each.shape[1] // ranks, each.shape[3]) for each in states]
-    parts = [
-        # [ranks, rows, tokens, heads of a rank x head size]
-        each.transpose(1, 2).reshape(rows, tokens, ranks, count * size).movedim(2, 0)
-        for each, (count, size) in zip(states, sizes, strict=True)
-    ]
-    received = all_to_all(torch.cat(parts, dim=-1), group).movedim(0, 1).flatten(1, 2)
-    split = torch.split(received, [count * size for count, size in sizes], dim=-1)
-    query, key, value = (
-        each.view(rows, ranks * tokens, *shape).transpose(1, 2) for each, shape in zip(split, sizes, strict=True)
-    )
-    return query, key, value
-
-
-def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All tokens of this rank's heads in, all heads of this rank's tokens out: what attention returns.
-
-    output: [rows, tokens, heads of this rank, head size] -> [rows, tokens of this rank, heads, head size].
-    """
-    rows, tokens, heads, size = output.shape
-    sent = output.reshape(rows, group.size(), tokens // group.size(), heads * size).movedim(1, 0)
-    received = all_to_all(sent, group)  # [ranks, rows, tokens of this rank, heads x head size]
-    return received.movedim(0, 2).reshape(rows, tokens // group.size(), group.size() * heads, size)
-
-
-def gather_keys(states: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[rows, heads, tokens of this rank, head size] -> [rows, heads, tokens, head size], with gradients."""
-    gathered: Tensor = _GatherTokens.apply(states, group)  # type: ignore[no-untyped-call]
-    return gathered
-
-
-def take_heads(of_heads: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of a tensor [heads] that holds one number for every head."""
-    return of_heads.chunk(group.size())[group.rank()]
-
-
-def _repeat_heads(states: Tensor, ranks: int) -> Tensor:
-    """Repeats key-value heads [rows, heads, ...] until their number is a multiple of `ranks`."""
-    return states.repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], dim=1)
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gather_tokens(states, group, dim=2)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        parts = torch.stack(grad_outputs[0].chunk(ctx.group.size(), dim=2))
-        return all_to_all(parts, ctx.group).sum(0), None

@@ -41,20 +41,13 @@ from finetune.config.facts import attends_by_mask
 from finetune.config.families import find_family
 from finetune.distributed.model_parts import has_other_parts, language_model_of, other_parts, trunk_of
 from finetune.errors import UserError
-from finetune.models.attention import (
-    FLASH_ARGUMENTS,
-    NAME,
-    drop_boundaries,
-    mask_documents,
-    prepare_for_flash,
-    prepare_for_packed,
-    register,
-)
+from finetune.models.attention import NAME, prepare_for_packed, register, split_boundaries
 from finetune.models.attention_kernels import find_windows
 from finetune.models.routing import find_routing
 
 # A recipe's name -> the module of its package, torch's name for it.
 FLASH_PACKAGES = {"flash_attention_3": ("flash_attn_interface", "FA3"), "flash_attention_4": ("flash_attn.cute", "FA4")}
+FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def install_attention(model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None) -> None:
@@ -96,20 +89,47 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
     install_recurrence(model)
     rewrite: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "auto": partial(prepare_for_packed, find_windows(model), sequence_group),
-        "flash_attention_2": prepare_for_flash,
-        "flash_attention_3": prepare_for_flash,
+        "flash_attention_2": _prepare_for_flash,
+        "flash_attention_3": _prepare_for_flash,
     }
     if family.masks_documents == "here":
-        rewrite |= dict.fromkeys(("eager", "sdpa"), mask_documents)
+        rewrite |= dict.fromkeys(("eager", "sdpa"), _mask_documents)
     # A hook on the trunk, whose every caller passes `use_cache`: False is training.
     trunk.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, rewrite.get(implementation, drop_boundaries)(kwargs)), with_kwargs=True
+        lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)), with_kwargs=True
     )
 
     if family.drops_arguments:
         _hand_down(trunk, "Attention", ("documents", *FLASH_ARGUMENTS))
     elif family.masks_documents == "here":  # BART's embedding of positions would count the tokens of the row
         _hand_down(trunk, "PositionalEmbedding", ("position_ids",))
+
+
+# From the arguments of a training forward to those that the implementation reads, as `prepare_for_packed` does.
+
+
+def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
+    kwargs, (boundaries, longest, *_) = split_boundaries(kwargs)
+    if boundaries is None:
+        return kwargs
+    return kwargs | dict(zip(FLASH_ARGUMENTS, (boundaries, boundaries, longest, longest), strict=True))
+
+
+def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """With a mask of all pairs of tokens, for attention that has no other way to know documents."""
+    kwargs, (boundaries, *_) = split_boundaries(kwargs)
+    if boundaries is None:
+        return kwargs
+    places = kwargs["position_ids"]  # which start again with each document
+    tokens = torch.arange(places.shape[1], device=places.device)
+    start = tokens - places[0]
+    is_hidden = (tokens[:, None] < tokens) | (start[:, None] != start)
+    mask = torch.zeros(is_hidden.shape, device=places.device).masked_fill(is_hidden, torch.finfo(torch.float32).min)
+    return kwargs | {"attention_mask": mask[None, None]}
+
+
+def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return split_boundaries(kwargs)[0]
 
 
 def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:

@@ -22,7 +22,8 @@ from finetune.config.schema import Data, Model
 from finetune.constants import COMPUTE_DTYPE, IGNORE_INDEX
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import reshard
-from finetune.distributed.world import World, gather_tokens
+from finetune.distributed.sequence_parallel import gather_tokens
+from finetune.distributed.world import World
 from finetune.errors import UserError, on_one_line
 from finetune.models.documents import recurrent_modules
 from finetune.models.fake_quantize import unrounded

@@ -18,9 +18,9 @@ from finetune.constants import count_steps
 from finetune.data.batches import StepBatch
 from finetune.training.evaluate import evaluate
 from finetune.training.metrics import Compilation, Window
-from finetune.training.step import train_step
+from finetune.training.step import handle_nonfinite, make_guard, train_step
 from finetune.training.training_run import TrainingRun
-from finetune.training.update import UpdateInBackward, handle_nonfinite, make_guard
+from finetune.training.update_in_backward import UpdateInBackward
 from finetune.training.watch import Requests, SignalListener
 
 

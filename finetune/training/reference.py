@@ -29,7 +29,8 @@ from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.token_store import cache_folder
 from finetune.distributed.parallelize import reshard
-from finetune.distributed.world import RankGroup, World, sum_over_group
+from finetune.distributed.sequence_parallel import sum_over_group
+from finetune.distributed.world import RankGroup, World
 from finetune.errors import Preempted, UserError
 from finetune.files.durable import make_folder, replace_file
 from finetune.models.log_probabilities import head_log_probabilities

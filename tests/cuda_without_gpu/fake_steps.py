@@ -29,8 +29,8 @@ from finetune.models import load, quantized_weights
 from finetune.models import loss_chunks as head_chunks
 from finetune.models.load import build_on_meta, load_model
 from finetune.optim.optimizers import build_optimizer
-from finetune.training.step import train_step
-from finetune.training.update import UpdateInBackward, make_guard
+from finetune.training.step import make_guard, train_step
+from finetune.training.update_in_backward import UpdateInBackward
 from tests.cuda_without_gpu.fake_cases import CASES, LENGTHS, Case, config_of, make_micro_batch
 from tests.cuda_without_gpu.fake_cuda import DeviceWaits, fake_tensors, pretend_device
 from tests.cuda_without_gpu.fake_groups import join_ranks, pretend_groups

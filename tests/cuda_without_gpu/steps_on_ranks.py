@@ -19,8 +19,9 @@ from torch._guards import CompileContext
 
 from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, Model, Optimization, Recipe
-from finetune.data.batches import MicroBatch, StepBatch, make_filler
+from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Prompt
+from finetune.data.packing import make_filler
 from finetune.distributed.join import join, leave
 from finetune.distributed.world import World
 from finetune.models import attention_kernels as document_attention
@@ -30,8 +31,7 @@ from finetune.models.routing import find_routing
 from finetune.optim.optimizers import build_optimizer
 from finetune.training.evaluate import answer, measure_held_out
 from finetune.training.objectives.objective import SFT
-from finetune.training.step import train_step
-from finetune.training.update import make_guard
+from finetune.training.step import make_guard, train_step
 from tests.conftest import make_model, make_tokenizer
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen

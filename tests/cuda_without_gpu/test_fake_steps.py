@@ -17,7 +17,7 @@ from tests.ranks import run_python
 ALLOWED = {
     "update.py:must_skip": "skipped steps are counted on the host; some optimizers, and the host's, read no flag there",
     "step.py:accumulate_gradients": "CPU offload: FSDP has the gradients on the host before the optimizer reads them",
-    "gradients.py:sum_partial_gradients": "CPU offload: what the ranks of a tensor group sum goes to the device and back",
+    "tensor_parallel.py:sum_partial_gradients": "CPU offload: what the ranks of a tensor group sum goes to the device and back",
     "update.py:_update": "as the host's guard, for each parameter",
     "update.py:_mark_unless": "as the host's guard, for the loss",
     "gradients.py:update": "fp16: the run ends where the scale has sunk to its floor",
@@ -78,7 +78,7 @@ def expected_places(case: Case, optimization: Optimization) -> set[str]:
         "update.py:must_skip": optimization.on_nonfinite == "skip" or not reads_flag,
         "step.py:accumulate_gradients": offloads,
         "gradients.py:update": is_scaled,
-        "gradients.py:sum_partial_gradients": offloads and "tensor_parallel_size" in case.sharding,
+        "tensor_parallel.py:sum_partial_gradients": offloads and "tensor_parallel_size" in case.sharding,
         "update.py:_update": optimization.optim_in_backward and not (reads_flag or offloads),
         "update.py:_mark_unless": optimization.optim_in_backward and offloads,
         "experts.py:forward": "expert_parallel_size" in case.sharding,

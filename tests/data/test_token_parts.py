@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
-from finetune.data.batches import MicroBatch, collate
-from finetune.data.packing import BatchConfig, make_batches
+from finetune.data.batches import MicroBatch
+from finetune.data.packing import BatchConfig, collate, make_batches
 from tests.data.world import Rank, examples_of
 
 LENGTHS = (5, 61, 40, 17, 3, 64)

@@ -28,8 +28,8 @@ from finetune.models.load import load_model
 from finetune.optim.optimizers import build_optimizer
 from finetune.plan.plan import make_plan
 from finetune.training.objectives.objective import SFT
-from finetune.training.step import train_step
-from finetune.training.update import UpdateInBackward, make_guard
+from finetune.training.step import make_guard, train_step
+from finetune.training.update_in_backward import UpdateInBackward
 from tests.forked_ranks import fork_ranks, import_all, wait
 from tests.plan.traced import allocated_peak
 

@@ -15,7 +15,7 @@ from finetune.config.reader import read_recipe
 from finetune.errors import exit_code
 from finetune.rollout import embedded, rewards
 from finetune.run import fine_tune
-from finetune.training import update as training_update
+from finetune.training import step as training_step
 
 
 def die_in(module: Any, name: str, calls: int) -> None:
@@ -40,7 +40,7 @@ def main() -> None:
         "sampling": (embedded, "draw_tokens"),
         "rewards": (rewards, "_read_line"),  # the answer is awaited
         "tools": (rewards.Rewards, "call_tools"),
-        "step": (training_update, "clip_gradients"),
+        "step": (training_step, "clip_gradients"),
         "save": (save, "publish"),
     }
     if place in places and os.environ.get("RANK", "0") == "0":

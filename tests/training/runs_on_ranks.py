@@ -15,7 +15,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.errors import exit_code
 from finetune.run import fine_tune
-from finetune.training import update as training_update
+from finetune.training import step as training_step
 from tests.ranks import open_stores
 
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 def die_in_step(step: int) -> None:
     """Makes the loop kill this process in a step, between its gradients and the update."""
-    clip = training_update.clip_gradients
+    clip = training_step.clip_gradients
     steps = 0
 
     def clip_or_die(*arguments: Any) -> Any:
@@ -43,7 +43,7 @@ def die_in_step(step: int) -> None:
         steps += 1
         return clip(*arguments)
 
-    training_update.clip_gradients = clip_or_die
+    training_step.clip_gradients = clip_or_die
 
 
 if __name__ == "__main__":

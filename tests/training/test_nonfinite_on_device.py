@@ -10,11 +10,12 @@ import torch
 
 from finetune.config.layout import Sharding
 from finetune.config.schema import Optimization
-from finetune.data.batches import StepBatch, make_filler
+from finetune.data.batches import StepBatch
+from finetune.data.packing import make_filler
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.optimizers import AdamWBf16Moments
-from finetune.training.update import DeviceGuard, HostGuard, StepCheck, make_guard
+from finetune.training.step import DeviceGuard, HostGuard, StepCheck, make_guard
 
 
 def alone() -> World:

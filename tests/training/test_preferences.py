@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from finetune.config.layout import Sharding
 from finetune.config.methods import Method
 from finetune.constants import IGNORE_INDEX
-from finetune.data.batches import MicroBatch, StepBatch, make_filler
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.packing import make_filler
 from finetune.distributed.world import World
 from finetune.models.cross_entropy import CrossEntropyHead
 from finetune.models.loss_chunks import LogitTransform

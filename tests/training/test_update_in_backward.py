@@ -15,7 +15,8 @@ from finetune.config.schema import Optimization, Recipe
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.optimizers import build_optimizer
-from finetune.training.update import StepCheck, UpdateInBackward, handle_nonfinite
+from finetune.training.step import StepCheck, handle_nonfinite
+from finetune.training.update_in_backward import UpdateInBackward
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python
 from tests.training.layouts import write_config, write_recipe
