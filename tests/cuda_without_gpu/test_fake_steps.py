@@ -15,11 +15,11 @@ from tests.ranks import run_python
 
 # Where a step may wait for the device, and why.
 ALLOWED = {
-    "update.py:must_skip": "skipped steps are counted on the host; some optimizers, and the host's, read no flag there",
+    "step.py:must_skip": "skipped steps are counted on the host; some optimizers, and the host's, read no flag there",
     "step.py:accumulate_gradients": "CPU offload: FSDP has the gradients on the host before the optimizer reads them",
     "tensor_parallel.py:sum_partial_gradients": "CPU offload: what the ranks of a tensor group sum goes to the device and back",
-    "update.py:_update": "as the host's guard, for each parameter",
-    "update.py:_mark_unless": "as the host's guard, for the loss",
+    "update_in_backward.py:_update": "as the host's guard, for each parameter",
+    "update_in_backward.py:_mark_unless": "as the host's guard, for the loss",
     "gradients.py:update": "fp16: the run ends where the scale has sunk to its floor",
     "experts.py:forward": "the host must know how many tokens come from each rank before it can receive them",
 }
@@ -75,12 +75,12 @@ def expected_places(case: Case, optimization: Optimization) -> set[str]:
     offloads, is_scaled = "cpu_offload" in case.sharding, case.sharding.get("mixed_precision") == "fp16"
     reads_flag = OPTIMIZERS[optimization.optim].reads_found_inf and not (offloads or is_scaled)
     waits = {
-        "update.py:must_skip": optimization.on_nonfinite == "skip" or not reads_flag,
+        "step.py:must_skip": optimization.on_nonfinite == "skip" or not reads_flag,
         "step.py:accumulate_gradients": offloads,
         "gradients.py:update": is_scaled,
         "tensor_parallel.py:sum_partial_gradients": offloads and "tensor_parallel_size" in case.sharding,
-        "update.py:_update": optimization.optim_in_backward and not (reads_flag or offloads),
-        "update.py:_mark_unless": optimization.optim_in_backward and offloads,
+        "update_in_backward.py:_update": optimization.optim_in_backward and not (reads_flag or offloads),
+        "update_in_backward.py:_mark_unless": optimization.optim_in_backward and offloads,
         "experts.py:forward": "expert_parallel_size" in case.sharding,
     }
     return {place for place, is_expected in waits.items() if is_expected}
@@ -98,6 +98,6 @@ def test_a_step_on_cuda_waits_for_the_device_where_it_must_and_nowhere_else(foun
         expected = expected_places(case, optimization)
         assert expected <= ALLOWED.keys()
         assert set(places) == expected, f"{case.name}, {name}: {waits}"
-        assert places["update.py:must_skip"] <= 1
+        assert places["step.py:must_skip"] <= 1
         forwards = 2 if case.sharding.get("activation_checkpointing") else 1
         assert places["experts.py:forward"] <= case.layers * forwards, "one wait for each layer's tokens"
