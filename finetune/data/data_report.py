@@ -224,10 +224,11 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """What the first screen of a run shows: totals, then what is lost and found."""
-        totals = (
-            f"{count_examples(self.examples, self.pairs, self.desirable, self.undesirable)}, "
-            f"{counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; rows {self.fill:.1%} full"
-        )
+        counts = f"{count_examples(self.examples, self.pairs, self.desirable, self.undesirable)}, "
+        counts += counted(self.tokens, "token")
+        # Of prompts nothing is trained on: their completions are sampled, and fill the rows.
+        rows = f", {self.trained_tokens:,} trained; rows {self.fill:.1%} full" if self.trained_tokens else " of prompts"
+        totals = counts + rows
         sources = (*self.sources, *self.eval_sources)
         drawn = [line for source in sources for line in source.sample()]
         lost = [line for source in sources for line in (*source.pictures(), *source.loss())]

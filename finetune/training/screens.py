@@ -303,6 +303,7 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
             print(f"remark     {note}")
     print(f"steps      {f'{epoch:,} an epoch, ' if epoch else ''}{data.train.steps:,} in all")
     print(f"attention  {attention}")
+    print("dry run    nothing was trained; the same command without --dry-run starts the run")
 
 
 def check_offload_dir(recipe: Recipe, world: World) -> None:

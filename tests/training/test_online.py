@@ -496,7 +496,9 @@ def says_nan(completions, **_):
 """
 
 
-def test_a_dry_run_asks_the_rewards_and_the_server(recipes: dict[str, Path], tmp_path: Path) -> None:
+def test_a_dry_run_asks_the_rewards_and_the_server(
+    recipes: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A reward that fails at an empty completion, or is no number; a server that serves another model, or is not there."""
     (tmp_path / "bad.py").write_text(BAD)
 
@@ -504,6 +506,7 @@ def test_a_dry_run_asks_the_rewards_and_the_server(recipes: dict[str, Path], tmp
         fine_tune(read_recipe(str(recipes["packed"]), list(keys)), read_sharding("single", None, {}), dry_run=True)
 
     dry_run()
+    assert re.search(r"data +\d+ examples, [\d,]+ tokens of prompts\n", capsys.readouterr().out)
     with pytest.raises(UserError, match=r"bad.py:3: raises, a reward: ZeroDivisionError"):
         dry_run(f"rewards=[{tmp_path / 'bad.py'}:raises, length]")
     with pytest.raises(UserError, match=r"says_nan: returned nan for the completion"):

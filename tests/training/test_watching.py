@@ -65,6 +65,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(tiny_recipe: Callable[...,
     assert "2 x LlamaDecoderLayer" in said[0]
     assert "4 in all" in said[0]
     assert "attention  causal SDPA, document by document" in said[0]
+    assert said[0].endswith("nothing was trained; the same command without --dry-run starts the run\n")
     assert said[1] == ""
     assert not (tmp_path / "run").exists()
 
