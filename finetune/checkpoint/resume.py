@@ -6,13 +6,11 @@ compares them, and an export compares that of the LoRA base.
 
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from finetune.checkpoint.folders import find_newest_valid, list_checkpoints, rename_damaged
 from finetune.checkpoint.manifest import (
@@ -49,7 +47,7 @@ from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.json_files import load_json, read_json_object
 from finetune.files.network import find_local_folder
-from finetune.files.tensors import read_folder
+from finetune.files.tensors import hash_weights
 from finetune.models.load import weights_folder
 
 BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}  # without effect on a run
@@ -122,39 +120,32 @@ def refuse_damaged_model(recipe: Recipe) -> None:
             raise UserError(f"{key}: {name}: damaged: {'; '.join(problems)}; name another checkpoint")
 
 
-def hash_base(base: Path) -> str:
-    """A hash of all bytes of the weights in the folder `base`, at the speed of its disk."""
-    paths = sorted({part.path for tensor in read_folder(base).values() for part in tensor.parts})
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        return _hash([[path.name, entry] for path, entry in zip(paths, pool.map(durable.checksum, paths), strict=True)])
-
-
 def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None) -> dict[str, str]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
     found: dict[str, str | None] = {
         "datasets": data.train.fingerprint if data else None,
         "held_out": data.evaluation.fingerprint if data and data.evaluation and recipe.data.eval_datasets else None,
-        "chat_template": _hash(tokenizer.chat_template),
-        "tokenizer": _hash([vocabulary, tokenizer.special_tokens_map]),
+        "chat_template": durable.hash_json(tokenizer.chat_template),
+        "tokenizer": durable.hash_json([vocabulary, tokenizer.special_tokens_map]),
     }
     for key in ("metrics", "callbacks"):
         named = getattr(recipe.run, key)
-        found[key] = _hash([hash_file(str(file_of(name))) for name in named]) if named else None
+        found[key] = durable.hash_json([hash_file(str(file_of(name))) for name in named]) if named else None
     for key in ("rewards", "tools"):
         files = [str(file_of(name)) for name in getattr(recipe.rollout, key) if name not in SHIPPED_REWARDS]
-        found[key] = _hash(list(map(hash_file, files))) if files else None
+        found[key] = durable.hash_json(list(map(hash_file, files))) if files else None
     base, teacher = _find_folder(recipe.model), _find_folder(recipe.teacher)
     if base is not None:
         found["config"] = _hash_config(base)
         if _is_base_read(recipe):
-            found["base"] = hash_base(base)
+            found["base"] = hash_weights(base)
     if recipe.lora.adapter_name_or_path is not None:
         adapter = find_adapter(recipe.lora.adapter_name_or_path)
-        found["adapter"] = hash_base(adapter)
+        found["adapter"] = hash_weights(adapter)
         _refuse_other_base(adapter, found.get("base"), recipe)
     if teacher is not None and recipe.method_facts.needs_teacher:
-        found["teacher"] = _hash([_hash_config(teacher), hash_base(teacher)])
+        found["teacher"] = durable.hash_json([_hash_config(teacher), hash_weights(teacher)])
     return {name: text for name, text in found.items() if text is not None}
 
 
@@ -178,11 +169,7 @@ def _find_folder(model: Model | None) -> Path | None:
 
 def _hash_config(folder: Path) -> str:
     config = load_json(folder / CONFIG_FILE)
-    return _hash({key: value for key, value in config.items() if key not in BOOKKEEPING})
-
-
-def _hash(value: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
+    return durable.hash_json({key: value for key, value in config.items() if key not in BOOKKEEPING})
 
 
 def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None) -> Path | None:

@@ -118,11 +118,12 @@ def describe_tool(name: str) -> Tool:
     """The JSON schema of the function `FILE.py:NAME`. Raises `UserError` for one without type hints or a docstring."""
     from transformers.utils.chat_template_utils import get_json_schema
 
-    function = load(name)
+    function, called = load(name), name.rpartition(":")[2]
     try:
-        return dict(get_json_schema(function))
+        schema = get_json_schema(function)
     except Exception as error:  # its own kinds, and what type hints raise
-        raise UserError(f"{place_of(function)}{name.rpartition(':')[2]}, a tool: {error}") from None
+        raise UserError(f"{place_of(function)}{called}, a tool: {error}") from None
+    return {**schema, "function": schema["function"] | {"name": called}}  # by which it is found, also if it is an alias
 
 
 def parse_json(value: Any) -> Any:

@@ -87,6 +87,9 @@ class ToolTurns:
             calls = [{"type": "function", "function": _read_call(call)} for call in found.get("tool_calls") or ()]
         except Exception:  # whatever patterns and parsers raise for what a model has written
             return None
+        whole = own.generation_prompt + answer
+        if whole.count("<think>") > whole.count("</think>"):  # transformers takes the rest for a thought that ended
+            return None
         words = {key: value for key, value in found.items() if key != "tool_calls" and value is not None}
         return {**words, "content": found.get("content") or "", **({"tool_calls": calls} if calls else {})}
 

@@ -28,7 +28,7 @@ from finetune.errors import UserError, progress_bar
 from finetune.export import torch_files
 from finetune.files.json_files import load_json
 from finetune.files.network import download_file, download_folder, find_local_folder
-from finetune.files.tensors import StoredTensor, read_folder
+from finetune.files.tensors import StoredTensor, hash_weights, read_folder
 from finetune.models.quantized_weights import StoredQuantized, dequantize_published, split_quantized
 
 FSDP_FOLDER = "pytorch_model_fsdp_0"  # of accelerator.save_state, sharded
@@ -160,10 +160,8 @@ def _is_base_the_trained_one(source: Source, given: str | None, log: Callable[[s
 
     Raises `UserError` for others, unless --base-model named that base: then the difference is logged.
     """
-    from finetune.checkpoint.resume import hash_base  # imports the data libraries
-
     trained_on = source.state.get("inputs", {}).get("base")
-    if source.adapter is None or source.base is None or trained_on is None or hash_base(source.base) == trained_on:
+    if source.adapter is None or source.base is None or trained_on is None or hash_weights(source.base) == trained_on:
         return True
     problem = f"{source.base}: not the weights that the adapter of {source.path} was trained on"
     if given is None:

@@ -6,11 +6,13 @@ folder becomes visible by one rename, once all in it is on disk.
 
 import fcntl
 import glob
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -93,6 +95,11 @@ def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> d
             size += len(chunk)
             advance(len(chunk))
     return {"size": size, CHECKSUM: digest.hexdigest()}
+
+
+def hash_json(value: Any) -> str:
+    """A hash of what JSON says of `value`; of what it cannot say, `str` says it."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 def sync_folder(path: Path) -> None:

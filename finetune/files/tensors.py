@@ -15,6 +15,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
@@ -23,6 +24,7 @@ import torch
 
 from finetune.constants import CONFIG_FILE, ITEMSIZE
 from finetune.errors import UserError
+from finetune.files import durable
 from finetune.files.json_files import load_json, parse_object, read_tensor_header
 
 SINGLE_FILE = "model.safetensors"
@@ -112,6 +114,14 @@ def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
             f"{folder}: no *.safetensors file is here; give a folder that holds the weights, or copy them there"
         )
     return read_files(files)
+
+
+def hash_weights(folder: Path) -> str:
+    """A hash of all bytes of the weights in `folder`, at the speed of its disk."""
+    paths = sorted({part.path for tensor in read_folder(folder).values() for part in tensor.parts})
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        checksums = pool.map(durable.checksum, paths)
+        return durable.hash_json([[path.name, each] for path, each in zip(paths, checksums, strict=True)])
 
 
 def read_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:

@@ -99,7 +99,8 @@ class Sampler:
         first, end = (len(requests) * index // groups for index in (group, group + 1))
         assert self.engine is not None
         mine = self.engine.sample(requests[first:end], sampling)
-        each = self.world.gather([s.as_json() for s in mine])[:: self.world.size // groups]
+        stage = self.world.stage_size  # the ranks of the others have the same completions
+        each = self.world.gather([s.as_json() for s in mine])[: stage : stage // groups]
         return [Sampled.of_json(values) for rank in each for values in rank]
 
     def score(
@@ -234,12 +235,14 @@ class Rollouts:
         for line in lines:
             by_step.setdefault(line["prompts_step"], []).append(line)
         self._held.update({number: Rollout.of_lines(of_step) for number, of_step in by_step.items()})
-        if self._place_of(step)[0] not in self._held:
-            every = self.sampler.recipe.rollout.updates_per_generation
-            raise UserError(
-                f"{checkpoint}: holds no completions for step {step + 1}, which trains on what step "
-                f"{step // every * every + 1} sampled; set num_iterations and steps_per_generation as they were"
-            )
+        every = self.sampler.recipe.rollout.updates_per_generation
+        sampled_at = step // every * every
+        for each in range(step, min(sampled_at + every, self.prompts.steps)):
+            if self._place_of(each)[0] not in self._held:
+                raise UserError(
+                    f"{checkpoint}: holds no completions for step {each + 1}, which trains on what step "
+                    f"{sampled_at + 1} sampled; set num_iterations, steps_per_generation and max_steps as they were"
+                )
 
     def _describe_lines(self, rollout: Rollout, step: int) -> Iterator[dict[str, Any]]:
         """A line of completions.jsonl for each completion of the first prompts; `step` is 0-based."""

@@ -26,17 +26,17 @@ def _with_reasoning(completion: Any) -> str:
     return (f"<think>{reasoning}</think>" if reasoning else "") + text_of(completion)
 
 
-def is_exact(completions: Sequence[Any], answer: Sequence[str | None], **_: Any) -> list[float | None]:
-    """1 where the completion is the answer.
+def is_exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 where the completion is the answer, which may be a number.
 
-    >>> is_exact([" 4\\n", "five"], ["4", "5"])
+    >>> is_exact([" 4\\n", "five"], [4, "5"])
     [1.0, 0.0]
     """
     pairs = zip(completions, answer, strict=True)
-    return [None if right is None else float(text_of(each).strip() == right.strip()) for each, right in pairs]
+    return [None if right is None else float(text_of(each).strip() == str(right).strip()) for each, right in pairs]
 
 
-def has_number(completions: Sequence[Any], answer: Sequence[str | None], **_: Any) -> list[float | None]:
+def has_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """1 where the last number of the completion is the last of the answer, which for GSM8K stands after ####.
 
     >>> has_number(["so it is 1,200.0"], ["5 x 240 = 1200\\n#### 1200"])
@@ -44,15 +44,16 @@ def has_number(completions: Sequence[Any], answer: Sequence[str | None], **_: An
     """
     found = [_last_number(text_of(each)) for each in completions]
     pairs = zip(found, answer, strict=True)
-    return [None if right is None else float(n is not None and n == _last_number(right)) for n, right in pairs]
+    return [None if right is None else float(n is not None and n == _last_number(str(right))) for n, right in pairs]
 
 
-def is_equal(completions: Sequence[Any], answer: Sequence[str | None], **_: Any) -> list[float | None]:
+def is_equal(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """1 where math-verify finds the completion equal to the answer; nothing where it cannot read the answer."""
     from math_verify import parse, verify
 
     # Their time limits would end that of the rewards, which is the same signal's.
-    read = [parse(text or "", parsing_timeout=None) for text in (*answer, *map(text_of, completions))]
+    answers = ["" if right is None else str(right) for right in answer]
+    read = [parse(text, parsing_timeout=None) for text in (*answers, *map(text_of, completions))]
     pairs = zip(read[: len(answer)], read[len(answer) :], strict=True)
     return [float(verify(right, each, timeout_seconds=None)) if right else None for right, each in pairs]
 

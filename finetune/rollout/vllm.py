@@ -112,7 +112,8 @@ class VllmEngine:
         """A completion of each request. All ranks call it: together they hand over the weights where they are new."""
         self._hand_over()
         world, ranks = self._world, RankGroup(self._world)
-        is_first = world.rank % (world.size // world.tensor_group_count) == 0  # of those with the same requests
+        of_group = world.stage_size // world.tensor_group_count
+        is_first = world.rank < world.stage_size and world.rank % of_group == 0  # of those with the same requests
         found: list[Sampled] = []
         ranks.on_all(lambda: found.extend(self._answer(requests, sampling)) if is_first else None)
         ranks.on_main(self._refuse_stale)

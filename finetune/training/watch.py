@@ -215,15 +215,17 @@ def profile_steps(
         return
     first, last = steps
     profiler: torch.profiler.profile | None = None
-    for batch in batches:
-        if batch.step + 1 == first:
-            profiler = _start_profiler()
-        yield batch
-        if batch.step + 1 == last and profiler is not None:
+    try:
+        for batch in batches:
+            if batch.step + 1 == first:
+                profiler = _start_profiler()
+            yield batch
+            if batch.step + 1 == last and profiler is not None:
+                _finish_profile(profiler, folder / "profile", rank)
+                profiler = None
+    finally:  # the run may end at `last` or before it, and then asks for no other batch
+        if profiler is not None:
             _finish_profile(profiler, folder / "profile", rank)
-            profiler = None
-    if profiler is not None:  # the run ended before `last`
-        _finish_profile(profiler, folder / "profile", rank)
 
 
 def _start_profiler() -> torch.profiler.profile:

@@ -20,7 +20,7 @@ from finetune.export.export import export_run
 from finetune.export.source import open_source
 from tests.conftest import make_chat, make_model
 from tests.export.trained import IDS
-from tests.ranks import ROOT, launch_ranks
+from tests.ranks import ROOT, launch_ranks, run_command
 
 LAYOUTS = ("fsdp2", "fsdp1", "ddp")
 FULL: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tie_word_embeddings": True}, "bf16": {"dtype": "bfloat16"}}
@@ -195,6 +195,24 @@ def test_the_card_of_a_preference_run_says_the_method_and_the_last_margins(train
         "| training | chat.jsonl | train | preference | 1.0 | 1,234 pairs |",
     ):
         assert part in card, part
+
+
+IMPORTED = """
+import sys
+from pathlib import Path
+from finetune.export.source import open_source
+before = set(sys.modules)
+for folder in sys.argv[1:]:
+    open_source(Path(folder))
+print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] in ("finetune", "transformers", "torch")))
+"""
+
+
+@pytest.mark.cold
+def test_a_source_is_opened_without_imports_since_another_thread_makes_them(trained: Path) -> None:
+    """Of modules that import each other in a circle, two threads can each see half."""
+    ended = run_command(["python", "-c", IMPORTED, *(str(trained / f"ddp-{kind}") for kind in ("tied", "lora"))])
+    assert ended.stdout.splitlines()[-1:] == ["[]"], ended
 
 
 @pytest.mark.parametrize("kind", ["tied", "lora"])

@@ -2,7 +2,9 @@
 
 import bisect
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,11 @@ from numpy.typing import NDArray
 from finetune.config.reader import read_recipe
 from finetune.data.batches import StepBatch
 from finetune.distributed.world import alone
+from finetune.errors import UserError
 from finetune.rollout import collect
 from finetune.rollout.collect import Rollouts, make_step_batch
 from finetune.rollout.engine import Ended, Rollout, Sampled
+from finetune.training.objectives.policy import HeldOutRewards
 
 SIZE, GENERATIONS, EXAMPLES = 4, 2, 40
 
@@ -25,7 +29,9 @@ def make_rollouts(steps: int, flat: Any, *keys: str) -> tuple[Rollouts, list[tup
     prompt get the same reward where `flat` says so."""
     asked: list[tuple[int, list[int], int]] = []
 
-    def roll_out(examples: Any, ids: Any, step: int, generations: int, first_place: int = 0) -> Rollout:
+    def roll_out(
+        examples: Any, ids: Any, step: int, generations: int, first_place: int = 0, greedy: bool = False
+    ) -> Rollout:
         asked.append((step, ids.tolist(), first_place))
         rewards = np.array([0.0 if flat(i) else float(j) for i in ids.tolist() for j in range(generations)])
         sampled = [Sampled([1], [-1.0], 0.0, Ended.CUT)] * len(rewards)
@@ -82,6 +88,50 @@ def test_each_share_is_trained_on_in_turn_and_then_again(
         steps, lambda i: False, f"num_iterations={iterations}", f"steps_per_generation={shares}"
     )
     assert [rollouts._place_of(step) for step in range(steps)] == expected
+
+
+def test_a_resumed_run_of_another_length_says_what_it_lacks(tmp_path: Path) -> None:
+    """Of 5 steps the last shares the completions of step 5 alone; of 16 steps it has three companions."""
+    keys = ("num_iterations=2", "steps_per_generation=4")
+    tokenizer: Any = SimpleNamespace(decode=str)
+    runs = [make_rollouts(steps, lambda i: False, *keys)[0] for steps in (5, 16)]
+    for each in runs:
+        each.sampler.tokenizer, each.sampler.engine = tokenizer, SimpleNamespace(forget=lambda: None)  # type: ignore[misc]
+    short, longer = runs
+    short._held.update({number: short._sample(number, number) for number in range(3)})
+    for name, content in short.describe_files(1).items():
+        (tmp_path / name).write_bytes(content)
+    short.resume(tmp_path, 1)
+    with pytest.raises(UserError, match=r"no completions for step 4, which trains on what step 1 sampled; .*max_steps"):
+        longer.resume(tmp_path, 1)
+
+
+def test_a_long_evaluation_shows_that_it_continues_and_can_be_ended() -> None:
+    """By the micro-batches that it asks for, one before it answers the next prompts."""
+    rollouts, asked = make_rollouts(1, lambda i: False, "per_device_generation_batch_size=8")
+    held_out, alive, two_groups = (
+        HeldOutRewards(rollouts.sampler, rollouts.prompts),
+        [0],
+        SimpleNamespace(tensor_group_count=2),
+    )
+
+    def micro_batches(stops: bool = False) -> Iterator[Any]:
+        for _ in range(2):
+            if stops and alive[0] == 1:
+                raise InterruptedError
+            alive[0] += 1
+            yield None
+
+    found = held_out.prepare(None, micro_batches, two_groups)  # type: ignore[arg-type]
+    assert sorted(found.found) == list(range(EXAMPLES)) and alive == [3]
+    assert [(ids, first) for _, ids, first in asked] == [
+        (list(range(i, min(i + 16, EXAMPLES))), i) for i in (0, 16, 32)
+    ]
+    alive[0] = 0
+    asked.clear()
+    with pytest.raises(InterruptedError):
+        held_out.prepare(None, lambda: micro_batches(stops=True), two_groups)  # type: ignore[arg-type]
+    assert len(asked) == 1
 
 
 def read_completions(batches: list[StepBatch], rewards: NDArray[np.float64]) -> dict[int, Any]:

@@ -10,12 +10,14 @@ import pytest
 
 from finetune.config.methods import Rollout
 from finetune.config.reader import read_recipe
+from finetune.data.messages import describe_tool
 from finetune.data.tokenizer import load_tokenizer
 from finetune.data.tool_calls import ToolTurns, make_tool_turns
 from finetune.distributed.world import RankGroup
 from finetune.errors import UserError
 from finetune.rollout.engine import Ended, Request, Sampled
 from finetune.rollout.rewards import Rewards
+from finetune.rollout.shipped_rewards import thinks_first
 from finetune.rollout.turns import Conversations, take_turns
 from tests.conftest import make_tokenizer
 
@@ -124,6 +126,28 @@ def test_calls_are_read_as_each_template_writes_them(template: str, tmp_path: Pa
     assert "tool_calls" not in read(f'<tool_call>\n{{"name": "double", "arguments": {{"num{end}')
     given = turns.encode_results([{"role": "tool", "name": "double", "content": "8"}], {})
     assert tokenizer.decode(given) == AFTER[template]
+
+
+def test_a_thought_that_does_not_end_is_no_reasoning(tmp_path: Path) -> None:
+    tokenizer, turns = make_turns(tmp_path, "qwen3")
+    for text, reward in (
+        ("<think>\nHm.\n</think>\n\n8<|im_end|>", 1.0),
+        ("<think>\nHm.<|im_end|>", 0.0),
+        ("<think>Hm.", 0.0),
+    ):
+        message = turns.read(tokenizer.encode(text, add_special_tokens=False), {})
+        assert thinks_first([[message]]) == [reward] and ("reasoning_content" in message) == bool(reward)
+
+
+def test_a_tool_is_called_by_the_name_that_the_recipe_gives_it(tmp_path: Path) -> None:
+    (tmp_path / "my_tools.py").write_text(FILE + "\n\ntwice = double\n")
+    name = f"{tmp_path / 'my_tools.py'}:twice"
+    assert describe_tool(name)["function"]["name"] == "twice"
+    tools = Rewards(Rollout(tools=(name,)))
+    try:
+        assert tools.call_tools([{"name": "twice", "arguments": {"number": 4}}]) == [("8", False)]
+    finally:
+        tools.close()
 
 
 def test_a_row_decides_what_else_the_template_reads(tmp_path: Path) -> None:

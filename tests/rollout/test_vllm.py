@@ -209,7 +209,7 @@ def test_a_killed_run_asks_for_nothing_twice(place: str, folder: Path, recipe: P
 class OneProcess(SimpleNamespace):
     """As much of a world as the engine asks for."""
 
-    rank, size, stages, tensor_group_count, is_main = 0, 1, 1, 1, True
+    rank, size, stages, stage_size, tensor_group_count, is_main = 0, 1, 1, 1, 1, True
     device, sharding = torch.device("cpu"), Sharding(layout="single", mixed_precision="no")
 
     def gather(self, value: Any, group: Any = None) -> list[Any]:

@@ -28,7 +28,8 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.training.lifecycle import make_objectives
 from finetune.training.objectives import distill
-from finetune.training.objectives.distill import read_teacher_facts
+from finetune.training.objectives.distill import read_teacher_facts, teacher_flop_per_token
+from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.screens import describe_teacher
 from finetune.training.watch import SignalListener
 from tests.conftest import make_chat, make_model
@@ -346,6 +347,10 @@ def test_a_teacher_is_named_by_its_key_and_its_positions_are_compared(recipes: d
     assert len(describe_teacher(objectives.training, positions)) == 1
     warning = describe_teacher(objectives.training, positions + 1)[1]
     assert f"but the teacher was made for {positions:,} positions (max_position_embeddings of its config)" in warning
+    rollouts: Any = None
+    sampled = PolicyObjective(read_recipe(str(recipes["jsd"])), rollouts, teacher=objectives.training.teacher)  # type: ignore[attr-defined]
+    assert describe_teacher(sampled, positions + 1) == describe_teacher(objectives.training, positions + 1)
+    assert teacher_flop_per_token(sampled, 64) == teacher_flop_per_token(objectives.training, 64) > 0
 
     def refusal(teacher: Path) -> str:
         with pytest.raises(UserError) as error:

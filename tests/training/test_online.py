@@ -77,6 +77,8 @@ EVERY = [
     (2, "full_shard", "dynamic"),
     (3, "full_shard", "packed"),
     (4, "hybrid", "packed"),
+    (2, "pipeline", "packed"),
+    (4, "pipeline", "packed"),  # two ranks in a stage, which have other prompts
     *(
         (ranks, layout, mode)
         for mode in ("reference", "adapters", "taught")
@@ -126,16 +128,21 @@ def recipes(folder: Path) -> dict[str, Path]:
 def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[..., Path]:
     """(ranks, layout, mode) -> the run's folder."""
     configs = {layout: write_config(folder, layout) for layout in ("single", "ddp", "full_shard")}
+    configs["pipeline"], pipeline = configs["full_shard"], ["pipeline_parallel_size=2"]
     configs["tp"] = write_config(folder, "full_shard", sizes={"tp_size": 2})
     configs["hybrid"] = write_config(folder / "model", "full_shard", mesh=(2, 2))
     wanted = EVERY if slow_too else QUICK
     for ranks in sorted({each[0] for each in wanted}):
         listed = [
-            (recipes[mode], configs[layout], [f"output_dir={folder}/{count}-{layout}-{mode}"])
+            (
+                recipes[mode],
+                configs[layout],
+                [f"output_dir={folder}/{count}-{layout}-{mode}", *(pipeline if layout == "pipeline" else [])],
+            )
             for count, layout, mode in wanted
             if count == ranks
         ]
-        train_all(folder, listed, ranks=ranks, timeout=300)
+        (folder / f"said-{ranks}").write_text(train_all(folder, listed, ranks=ranks, timeout=300))
     return lambda *which: folder / "-".join(map(str, which))
 
 
@@ -171,6 +178,18 @@ def test_every_layout_samples_the_same_tokens_and_has_the_same_losses(
     held_out = [[line for line in read(each) if "eval_reward" in line] for each in (run, one)]
     assert [line["eval_reward"] for line in held_out[0]] == pytest.approx([line["eval_reward"] for line in held_out[1]])
     assert held_out[0][0]["eval_loss"] == pytest.approx(-held_out[0][0]["eval_reward"])
+
+
+@pytest.mark.slow
+def test_the_first_screen_names_the_other_model(runs: Callable[..., Path], folder: Path) -> None:
+    """The teacher, or the reference where the base is trained; each is counted in mfu by the same objective."""
+    runs(1, "single", "taught")
+    others = [mode for _, _, mode in (each for each in EVERY if each[0] == 1) if mode[:6] in ("taught", "refere")]
+    said = (folder / "said-1").read_text()
+    assert (
+        len(others) == 4
+        and len(re.findall(r"\nteacher LlamaForCausalLM, [\d,]+ parameters, frozen in fp32", said)) == 4
+    )
 
 
 @pytest.mark.parametrize(("ranks", "layout", "mode"), slow_ranks(EVERY))

@@ -11,11 +11,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from finetune.checkpoint.resume import hash_base, load_start
+from finetune.checkpoint.resume import load_start
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.distributed.join import join, leave
 from finetune.export.export import export
+from finetune.files.tensors import hash_weights
 from finetune.models.load import load_model
 from finetune.optim.optimizers import build_optimizer
 from tests.conftest import make_chat, make_model
@@ -94,7 +95,7 @@ def test_a_checkpoint_holds_the_adapters_and_the_digest_of_the_base(resumed: Pat
     assert all(".lora_" in name for name in tensors_of(resumed / "whole", "model"))
     checkpoint = resumed / "whole" / "checkpoints" / f"step-{STEPS:08d}"
     state = json.loads((checkpoint / "state.json").read_text())
-    assert state["inputs"]["base"] == hash_base(resumed / "model")
+    assert state["inputs"]["base"] == hash_weights(resumed / "model")
     assert {key: state["recipe"][key] for key in QLORA} == QLORA
     assert "quantization_config" not in json.loads((checkpoint / "model" / "config.json").read_text())
 

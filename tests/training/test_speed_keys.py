@@ -19,10 +19,10 @@ def losses(run: Path) -> dict[int, float]:
 def test_bf16_moments_updated_in_backward_resume_exactly_and_profiled_steps_leave_a_trace(
     tmp_path: Path, tiny_recipe: Callable[..., Path]
 ) -> None:
-    """On two ranks."""
+    """On two ranks, of four steps."""
     updated = {"optim": "adamw_bf16_moments", "optim_in_backward": True, "max_grad_norm": None}
     rows = {"per_device_train_batch_size": 2, "attention_dropout": 0.1}
-    recipe = tiny_recipe(save_steps=2, profile_steps=[2, 3], export_at_end=False, **updated, **rows)
+    recipe = tiny_recipe(save_steps=2, profile_steps=[3, 9], export_at_end=False, **updated, **rows)
     text = recipe.read_text() + "max_grad_norm: null\n"  # tiny_recipe leaves out what is None
     recipe.write_text(text)
     arguments = ["--config", "fsdp_full_shard.yaml", "--recipe", str(recipe)]

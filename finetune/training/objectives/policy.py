@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ class PolicyObjective(Objective):
     recipe: Recipe
     rollouts: Rollouts
     other: "OtherModel | None" = None  # the reference or the teacher
+    teacher: Teacher | None = None  # it, where it is a model of its own
 
     def count(self, batch: StepBatch) -> int:
         """What `PolicyLoss.average` names."""
@@ -259,10 +261,18 @@ class HeldOutRewards(Objective):
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "HeldOutRewards":
-        """Answers all held-out prompts, which ranks divide between them."""
+        """Answers all held-out prompts, which ranks divide between them, some at once."""
         assert self.prompts is not None, "something is held out"
-        ids = np.arange(len(self.prompts.examples))
-        return replace(self, found=_by_example(self.sampler.roll_out(self.prompts.examples, ids, 0, 1, greedy=True)))
+        ids, found = np.arange(len(self.prompts.examples)), dict[int, tuple[float, ...]]()
+        at_once = self.sampler.recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
+        # Asking for a micro-batch shows that the evaluation continues, and ends it where a signal asks for that.
+        asked = (each for _ in count() for each in micro_batches())
+        for first in range(0, len(ids), at_once):
+            next(asked)
+            some = ids[first : first + at_once]
+            rollout = self.sampler.roll_out(self.prompts.examples, some, 0, 1, greedy=True, first_place=first)
+            found |= _by_example(rollout)
+        return replace(self, found=found)
 
     def count(self, batch: StepBatch) -> int:
         """The prompts."""
@@ -344,7 +354,7 @@ def make_policy_objectives(
     keys = recipe.rollout
     is_moved = keys.importance_sampling_correction != "none" and keys.updates_per_generation > 1
     score = partial(_score, model, world, head) if is_moved else None
-    training = PolicyObjective(recipe, Rollouts(sampler, data.train, score), other)
+    training = PolicyObjective(recipe, Rollouts(sampler, data.train, score), other, teacher)
     return Objectives(training, HeldOutRewards(sampler, data.evaluation))
 
 
