@@ -1,4 +1,7 @@
-"""Embedding and head that grow with the tokenizer: new rows start at the mean, and are trained under LoRA too."""
+"""The embedding: noise on it in training (NEFTune), and the rows that it and the head gain with the tokenizer.
+
+New rows start at the mean of the others, and are trained under LoRA too.
+"""
 
 import functools
 import re
