@@ -16,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from finetune.checkpoint.folders import step_folder
+from finetune.checkpoint.folders import list_checkpoints, step_folder
 from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import find_start, fingerprint_inputs, load_start
 from finetune.checkpoint.save import Saver
@@ -154,7 +154,7 @@ class Session:
         self._open.callback(leave, self.world)
         try:
             self._read(recipe, ranks, saves=saves)
-        except UserError:
+        except BaseException:  # Ctrl-C in a notebook too, which then could open no other session
             if self.world.size == 1:  # as in __exit__
                 self.close()
             raise
@@ -181,6 +181,7 @@ class Session:
             recipe = self._data.complete_recipe(recipe)
         self.recipe, self.progress = recipe, Progress()
         self._backward: list[tuple[StepBatch, Measured]] = []  # since the last update
+        self._is_resumed = False
         self.signals = SignalListener()  # which the command enters; a script's signals are its own
 
     def __enter__(self) -> "Session":
@@ -380,15 +381,24 @@ class Session:
         self._refuse_closed("save")
         if self._backward:
             raise UserError("save: gradients are not part of a checkpoint; call optim_step first")
+        RankGroup(self.world).on_main(self._refuse_other_training)
         self._saver.save(self.progress)
         self._saver.finish()
         return step_folder(self.folder, self.progress.step)
+
+    def _refuse_other_training(self) -> None:
+        later = max((step for step, _ in list_checkpoints(self.folder)), default=0)
+        if not self._is_resumed and later > self.progress.step:
+            raise UserError(
+                f"save: {self.folder} holds step {later} of another training, which would be exported in place of this "
+                "one; call load() first, or set another output_dir"
+            )
 
     def load(self) -> Progress:
         """Resumes from where `resume_from_checkpoint` says, where there is a checkpoint; returns the progress."""
         self._refuse_closed("load")
         start = find_start(self.recipe, self.folder, self.world, self.inputs)
-        loaded = self._loaded
+        loaded, self._is_resumed = self._loaded, True
         if start is not None:
             self.progress = load_start(start, loaded.model, loaded.optimizer, self.world)
             if loaded.objectives is not None:

@@ -57,7 +57,9 @@ def test_what_a_killed_process_left_is_removed_by_the_next_replacement(tmp_path:
     target = tmp_path / "recipe.yaml"
     killed = subprocess.run([sys.executable, "-c", program, str(target)], check=False)
     assert killed.returncode == -9 and len(list(tmp_path.iterdir())) == 1
-    others = {f".recipe.yaml.{os.getppid()}.part", ".recipe.yaml.mine.part", ".recipe.yaml.bak"}
+    host = os.uname().nodename
+    others = {f".recipe.yaml.{host}-{os.getppid()}.part", f".recipe.yaml.{host}-mine.part", ".recipe.yaml.bak"}
+    others |= {".recipe.yaml.another-host-99999999.part"}  # of a machine whose processes are not seen here
     for name in others:
         (tmp_path / name).write_text("")
     replace_file(target, "whole")

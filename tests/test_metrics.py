@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from finetune.errors import UserError
+from finetune.errors import CleanStream, UserError
 from finetune.training.metrics import MetricsLog
 
 LOSSES = (5.0, 4.0, float("nan"), 3.0, 2.5, 2.0)
@@ -126,6 +126,17 @@ def test_at_a_terminal_one_bar_stands_below_what_is_said(
     assert bar.startswith("100%|") and bar.endswith("0:00:00 left")
     assert "| 2/2  loss 4.0000 (smoothed 4.4737)  " + ("lr 1.00e-03" if columns == 150 else "100 tokens/s") in bar
     assert len(bar) <= columns
+
+
+def test_a_terminal_that_is_closed_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, terminal = pty.openpty()
+    monkeypatch.setattr(sys, "stderr", CleanStream(os.fdopen(terminal, "w"), is_optional=True))
+    log = MetricsLog(tmp_path / "metrics.jsonl", 2, 0)
+    log.step(_line(1))
+    os.close(screen)
+    log.step(_line(2))
+    log.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_loss_that_leaves_where_it_started_is_reported_once(

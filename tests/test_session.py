@@ -220,6 +220,36 @@ def test_a_session_that_is_refused_leaves_the_process_free_for_the_next(tmp_path
             finetune.Session(finetune.load_recipe("quickstart", **keys), "single")
 
 
+def test_ctrl_c_while_data_are_read_leaves_the_process_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    recipe = finetune.load_recipe("quickstart", output_dir=tmp_path / "run")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("finetune.session.prepare_data", interrupt)
+        finetune.Session(recipe, "single")
+    finetune.Session(recipe, "single").close()
+
+
+def test_another_training_in_the_folder_is_not_exported_in_place_of_this_one(tmp_path: Path) -> None:
+    recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
+    with finetune.Session(recipe, "single") as session:
+        for _ in range(2):
+            session.forward_backward(ROWS)
+            session.optim_step(learning_rate=1e-3)
+        session.save()
+    with finetune.Session(recipe, "single") as session:
+        session.forward_backward(ROWS)
+        session.optim_step(learning_rate=1e-3)
+        with pytest.raises(finetune.UserError, match=r"holds step 2 of another training.*call load\(\) first"):
+            session.save()
+    with finetune.Session(recipe, "single") as session:
+        assert session.load().step == 2
+        session.forward_backward(ROWS)
+        session.optim_step(learning_rate=1e-3)
+        assert session.save().name == "step-00000003"
+
+
 def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
     recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
     losses: dict[str, Any] = {"float": lambda found, batch: 1.0, r"shape \(\d+,\)": lambda found, batch: -found}

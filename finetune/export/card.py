@@ -329,6 +329,8 @@ def write_metadata(
         adapter_folder = (folder / weights.adapter.name).parent
         adapter_folder.mkdir(exist_ok=True)
         config = source.adapter.config | {"base_model_name_or_path": source.base_model, "inference_mode": True}
+        if source.recipe.get("model_name_or_path") == source.base_model:
+            config |= {"revision": source.adapter.config.get("revision") or source.recipe.get("model_revision")}
         _write_json(adapter_folder / ADAPTER_CONFIG, config)
         _write_text(adapter_folder / CARD_FILE, model_card(source, title, is_adapter=True))
     _copy_tokenizer(source.description, folder)

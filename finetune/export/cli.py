@@ -46,8 +46,11 @@ def export_command(arguments: argparse.Namespace) -> int:
         gc.disable()  # it would walk through half a million objects that imports make, a third of their time
         beside.callback(gc.enable)
         with ThreadPoolExecutor(max_workers=1) as pool:
+            from huggingface_hub import hf_hub_download, snapshot_download  # noqa: F401  # opening needs them
+
             from finetune.export.source import open_source
 
+            # From here on the main thread imports nothing: of modules that import each other, each thread may see half.
             importing = pool.submit(_import_export)  # opening waits meanwhile: for the disk, or a process that imports
             opened = open_source(source, base_model=arguments.base_model)
             export_source = importing.result()

@@ -147,7 +147,8 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
     name = base_model or state.get("base_model")
     run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
     source = Source(checkpoint, model, read_folder(model), base_model=name, state=state, run=run)
-    revision = source.recipe.get("model_revision")
+    is_own = name == source.recipe.get("model_name_or_path")
+    revision = source.recipe.get("model_revision") if is_own else None
     if (model / ADAPTER_CONFIG).exists():
         return _add_base(source, load_json(model / ADAPTER_CONFIG), revision)
     if base_model is not None:

@@ -299,12 +299,18 @@ class DiskProgress:
         Thread(target=self._follow, args=[lines], daemon=True).start()
 
     def _follow(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            said = json.loads(line)
-            _read_ahead(self._folder / said["file"], self._ends[said["file"]], said["end"])
-            with self._changed:
-                self._ends[said["file"]] = said["end"]
-                self._changed.notify_all()
+        try:
+            for line in lines:
+                said = json.loads(line)
+                _read_ahead(self._folder / said["file"], self._ends[said["file"]], said["end"])
+                with self._changed:
+                    self._ends[said["file"]] = said["end"]
+                    self._changed.notify_all()
+        except OSError as error:  # else whoever waits for these bytes would wait forever
+            print(
+                f"{error.filename or self._folder}: cannot be read back: {error.strerror}", file=sys.stderr, flush=True
+            )
+            os._exit(1)
         if self._ends != self._sizes:
             os._exit(1)
 

@@ -20,6 +20,7 @@ from finetune.constants import ADAPTER, EXPORT
 
 CHECKSUM = "xxh3_128"  # finds damage, not malice, at the speed of memory; a SHA-256 would halve the rate of a fast disk
 CHUNK_BYTES = 16 * 1024 * 1024
+HOST = os.uname().nodename  # process ids are those of a machine, or of a container with a name of its own
 
 
 class FolderInUse(Exception):
@@ -60,7 +61,7 @@ def replace_file(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     target = path.resolve()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    temporary = target.with_name(f".{target.name}.{HOST}-{os.getpid()}.part")
     try:
         temporary.unlink(missing_ok=True)
         _remove_leftovers(target)
@@ -76,8 +77,9 @@ def replace_file(path: Path, text: str) -> None:
 
 def _remove_leftovers(target: Path) -> None:
     """Removes what killed processes of this machine have left of a `replace_file` of `target`."""
-    for path in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
-        process = path.name.removeprefix(f".{target.name}.").removesuffix(".part")
+    own = f".{target.name}.{HOST}-"
+    for path in target.parent.glob(f"{glob.escape(own)}*.part"):
+        process = path.name.removeprefix(own).removesuffix(".part")
         try:
             os.kill(int(process), 0)
         except ProcessLookupError:

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,12 @@ def send(url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
-        raise UserError(f"{url}: answered {error.code}: {_read_message(error.read(1 << 16))}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{url}: no answer: {getattr(error, 'reason', error)}") from None
+        said = b""
+        with suppress(OSError, HTTPException):
+            said = error.read(1 << 16)
+        raise UserError(f"{url}: answered {error.code}: {_read_message(said)}") from None
+    except (OSError, ValueError, HTTPException) as error:  # the last: it breaks off, or speaks another protocol
+        raise UserError(f"{url}: no answer: {getattr(error, 'reason', error) or type(error).__name__}") from None
 
 
 def _read_message(content: bytes) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread, main_thread
 from types import FrameType
 from typing import Any
 
@@ -191,8 +191,14 @@ class _StopWhen(StoppingCriteria):  # type: ignore[misc]
 
 @contextmanager
 def interruptible() -> Iterator[Event]:
-    """In this block the first Ctrl-C sets the event, and the second raises `KeyboardInterrupt`."""
+    """In this block the first Ctrl-C sets the event, and the second raises `KeyboardInterrupt`.
+
+    Threads but the main one get no signal.
+    """
     pressed = Event()
+    if current_thread() is not main_thread():
+        yield pressed
+        return
 
     def stop(number: int, frame: FrameType | None) -> None:
         if pressed.is_set():

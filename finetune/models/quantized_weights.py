@@ -354,8 +354,6 @@ def dequantize_published(stored: Mapping[str, StoredTensor], folder: Path) -> di
 
 
 def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int], where: str) -> StoredTensor:
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
     rows, columns = weight.shape[-2:]
     grid = scales.shape[-2:] if math.prod(scales.shape) > 1 else (1, 1)
     if grid == (1, 1):
@@ -367,6 +365,9 @@ def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int]
         raise _misfit(where, scales, weight)
 
     def read_values(slices: Slices) -> Tensor:
+        # Not above: while a source is opened, another thread imports transformers.
+        from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
         *lead, across, along = slices
         first, last = across.start // height, -(-across.stop // height)
         left, right = along.start // width, -(-along.stop // width)
@@ -388,13 +389,13 @@ def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int]
 
 
 def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: str) -> StoredTensor:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     if len(blocks.shape) != 4 or blocks.shape[:-1] != scales.shape or 2 * blocks.shape[-1] != MXFP4_BLOCK:
         raise _misfit(where, scales, blocks)
     experts, outputs, groups, _ = blocks.shape
 
     def read_values(slices: Slices) -> Tensor:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # as for FP8
+
         own, inputs, columns = slices
         first, last = inputs.start // MXFP4_BLOCK, -(-inputs.stop // MXFP4_BLOCK)
         part = (own, columns, slice(first, last))

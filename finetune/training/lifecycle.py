@@ -347,6 +347,9 @@ def export(run: TrainingRun, progress: Progress) -> None:
     if best is not None:
         run.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
     checkpoint = None if best is None else step_folder(run.folder, best)
+    if checkpoint is not None and not checkpoint.is_dir():  # not saved, or in the folder that the run was resumed from
+        run.log.say(f"best    step {best} has no checkpoint in {run.folder}; the newest one is exported")
+        checkpoint = None
     try:
         with exit_on_signals():
             export_run(run.folder, checkpoint=checkpoint, log=run.log.say)

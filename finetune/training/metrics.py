@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -290,7 +290,10 @@ class Display:
         seconds_left = self._left(line["step"])
         if self._bar is not None:
             beside = len(f"100%|{'':{BAR_COLUMNS}}| {self._steps}/{self._steps}  ")
-            columns = NOTEBOOK_COLUMNS if is_notebook() else os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            columns = NOTEBOOK_COLUMNS
+            if not is_notebook():
+                with suppress(OSError):  # a terminal that is gone, where what is shown is dropped anyway
+                    columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
             self._bar.set_description_str(shown_line(line, smoothed, seconds_left, columns - beside), refresh=False)
             self._bar.update(line["step"] - self._bar.n)
         else:

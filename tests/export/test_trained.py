@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
 from finetune.export.card import model_card
-from finetune.export.export import export_run
+from finetune.export.export import export_run, export_source
+from finetune.export.publish import ExportOptions
 from finetune.export.source import open_source
 from tests.conftest import make_chat, make_model
 from tests.export.trained import IDS
@@ -195,6 +196,19 @@ def test_the_card_of_a_preference_run_says_the_method_and_the_last_margins(train
         "| training | chat.jsonl | train | preference | 1.0 | 1,234 pairs |",
     ):
         assert part in card, part
+
+
+@pytest.mark.parametrize(("base", "expected"), [(None, "v1"), ("another/model", None)])
+def test_an_adapter_names_the_revision_of_its_base(
+    base: str | None, expected: str | None, trained: Path, tmp_path: Path
+) -> None:
+    """Else PEFT, vLLM and `finetune chat` would take the newest."""
+    source = open_source(trained / "ddp-lora")
+    source = replace(source, state={**source.state, "recipe": {**source.recipe, "model_revision": "v1"}})
+    source = source if base is None else replace(source, base_model=base)
+    export_source(source, tmp_path / "out", ExportOptions(verify=False))
+    config = json.loads(next((tmp_path / "out").rglob("adapter_config.json")).read_text())
+    assert config.get("revision") == expected and config["base_model_name_or_path"] == source.base_model
 
 
 IMPORTED = """

@@ -19,6 +19,7 @@ from finetune.export import verify as read_back
 from finetune.export import write as shard_files
 from finetune.export.write import Digests, Weights
 from finetune.files.tensors import StoredTensor, read_files
+from tests.ranks import run_python
 
 MakeModel = Callable[..., Path]
 
@@ -89,6 +90,25 @@ def test_values_are_read_back_only_from_what_is_on_disk(tmp_path: Path, monkeypa
     ends = [20_004, 40_004, 50_004]
     assert happened == [event for end in ends for event in (("sync", 0), ("forget", end), ("announced", end))]
     assert (tmp_path / "file").read_bytes() == b"head" + b"".join(chunks)
+
+
+UNREADABLE = """
+import sys
+from pathlib import Path
+from finetune.export.verify import DiskProgress
+folder = Path(sys.argv[1])
+progress = DiskProgress(folder, ["weights"])
+(folder / "weights").unlink()
+progress.follow(iter(['{"file": "weights", "end": 4}']))
+progress.wait_for("weights", 4)
+"""
+
+
+def test_a_file_that_cannot_be_read_back_ends_the_check(tmp_path: Path) -> None:
+    (tmp_path / "check.py").write_text(UNREADABLE)
+    (tmp_path / "weights").write_bytes(b"1234")
+    ended = run_python([str(tmp_path / "check.py"), str(tmp_path)], timeout=60)
+    assert ended.returncode == 1 and f"{tmp_path / 'weights'}: cannot be read back: No such file" in ended.stderr
 
 
 def test_a_reading_waits_for_the_rows_that_it_needs(tiny_llama: MakeModel) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import yaml
 
 from finetune.cli import main
 from finetune.errors import printable
+from finetune.inference.conversation import interruptible
 from finetune.inference.inference_model import LoadOptions, load_model
 from finetune.inference.inputs import find_model
 from tests.conftest import QuickstartRun, make_chat
@@ -425,3 +427,9 @@ def screens(terminal: int) -> Iterator[str]:
             yield shown
             shown = ""
     raise AssertionError(f"no prompt within 120 s after {shown!r}")
+
+
+def test_outside_the_main_thread_no_signal_is_asked_for() -> None:
+    """As in the handler of a web page."""
+    with ThreadPoolExecutor(1) as pool, interruptible() as pressed:
+        assert not pool.submit(lambda: interruptible().__enter__().is_set()).result() and not pressed.is_set()

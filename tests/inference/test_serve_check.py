@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, TCPServer
 from typing import Any, ClassVar
 
 import pytest
@@ -112,6 +113,23 @@ def test_a_server_that_does_not_answer_is_a_sentence(
     monkeypatch.setattr(StandIn, "answers", answers)
     assert main(["serve-check", str(tiny_llama()), "--server", stand_in, "--prompts", prompts]) == 2
     assert f"{stand_in}" in (error := capsys.readouterr().err) and sentence in error, error
+
+
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
+def test_a_server_that_speaks_otherwise_or_breaks_off_is_a_sentence(
+    said: bytes, tiny_llama: MakeModel, prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Says(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            self.request.sendall(said)
+
+    with TCPServer(("127.0.0.1", 0), Says) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert main(["serve-check", str(tiny_llama()), "--server", url, "--prompts", prompts]) == 2
+        server.shutdown()
+    assert f"{url}/v1/models: no answer: " in capsys.readouterr().err
 
 
 def test_the_runs_own_rows_are_asked_and_the_first_other_token_is_named(

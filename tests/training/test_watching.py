@@ -5,16 +5,21 @@ from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from finetune.checkpoint.folders import step_folder
+from finetune.checkpoint.manifest import Progress
 from finetune.config.compatibility import TRACKERS
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.constants import read_versions
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.training import lifecycle
 from finetune.training.screens import explain_out_of_memory
 from finetune.training.training_run import environment
 from tests.ranks import ROOT, launch_ranks
@@ -56,6 +61,22 @@ def test_a_run_that_no_longer_learns_stops_early_and_exports_its_best(
     assert json.loads((run / "data_report.json").read_text())["examples"] == 20
     if find_spec("tensorboard"):
         assert list((run / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def test_a_best_step_without_a_checkpoint_does_not_keep_the_run_from_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was evaluated and not saved, or lies in the folder that the run was resumed from."""
+    said, exported = list[str](), list[Path | None]()
+    recipe = SimpleNamespace(checkpoint=SimpleNamespace(keep_best_checkpoint=True))
+    run: Any = SimpleNamespace(recipe=recipe, folder=tmp_path, log=SimpleNamespace(say=said.append))
+    monkeypatch.setattr(
+        "finetune.export.export.export_run", lambda folder, checkpoint, log: exported.append(checkpoint)
+    )
+    lifecycle.export(run, Progress(step=9, best_step=5, best_eval_loss=1.0))
+    step_folder(tmp_path, 5).mkdir(parents=True)
+    lifecycle.export(run, Progress(step=9, best_step=5, best_eval_loss=1.0))
+    assert exported == [None, step_folder(tmp_path, 5)] and "the newest one is exported" in said[1] and len(said) == 3
 
 
 def test_a_dry_run_prints_the_plan_and_leaves_nothing(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
