@@ -16,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from finetune.checkpoint.folders import list_checkpoints, step_folder
+from finetune.checkpoint.folders import refuse_later_steps, step_folder
 from finetune.checkpoint.manifest import Progress
 from finetune.checkpoint.resume import find_start, fingerprint_inputs, load_start
 from finetune.checkpoint.save import Saver
@@ -381,18 +381,11 @@ class Session:
         self._refuse_closed("save")
         if self._backward:
             raise UserError("save: gradients are not part of a checkpoint; call optim_step first")
-        RankGroup(self.world).on_main(self._refuse_other_training)
+        if not self._is_resumed:
+            RankGroup(self.world).on_main(lambda: refuse_later_steps(self.folder, self.progress.step))
         self._saver.save(self.progress)
         self._saver.finish()
         return step_folder(self.folder, self.progress.step)
-
-    def _refuse_other_training(self) -> None:
-        later = max((step for step, _ in list_checkpoints(self.folder)), default=0)
-        if not self._is_resumed and later > self.progress.step:
-            raise UserError(
-                f"save: {self.folder} holds step {later} of another training, which would be exported in place of this "
-                "one; call load() first, or set another output_dir"
-            )
 
     def load(self) -> Progress:
         """Resumes from where `resume_from_checkpoint` says, where there is a checkpoint; returns the progress."""

@@ -59,6 +59,16 @@ def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
+def refuse_later_steps(folder: Path, step: int) -> None:
+    """Raises `UserError` where another training has left later checkpoints in the run's `folder` than `step`'s."""
+    later = max((found for found, _ in list_checkpoints(folder)), default=0)
+    if later > step:
+        raise UserError(
+            f"save: {folder} holds step {later} of another training, which would be exported in place of this one; "
+            "call load() first, or set another output_dir"
+        )
+
+
 _HELD: set[tuple[int, int]] = set()  # process and inode of the locks taken; a forked process holds none
 
 
