@@ -112,6 +112,7 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
         ("none.jsonl.gz", b'{"text": "a"}', "not a valid gzip file"),
         ("cut.json", b'[{"text": "a"}, {"text": "b"', ", row 2: not JSON"),
         ("open.json", b'[{"text": "a"}, {"text": "b"}', ", row 3: the array is never closed"),
+        ("arrays.json", b'[{"text": "a"}]\n[{"text": "b"}]\n', "more text after its array of 1 row; join the"),
         ("wrong.json", b'[{"text": "a"}, {"text": nope}, {"text": "c"}]', ", row 2: not JSON"),
         ("deep.json", b"[" * 100_000, ", row 1: nested too deeply"),
         ("object.json", b'{\n"a": 1}', "one JSON object; a list of rows"),
