@@ -30,6 +30,7 @@ from finetune.files.network import go_offline_without_network
 
 BATCH_ROWS = 500
 SAMPLE_BYTES = 64 * 1024  # of a file, read for a stream's fingerprint
+PACKED = (".zst", ".bz2", ".xz", ".zip")  # what hides data that is not read
 FINGERPRINT_BYTES = 256 * 1024 * 1024  # read for it of one source at most, two samples of each file at least
 
 
@@ -139,16 +140,26 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
         files: set[str] = set()
         for name in names:
             try:
-                files.update(file for file in resolve_pattern(name, escape(path)) if file_kind(file))
+                found = resolve_pattern(name, escape(path))
             except FileNotFoundError:
                 continue
+            for file in found:
+                if file_kind(file):
+                    files.add(file)
+                elif Path(file).suffix.lower() in PACKED and file_kind(str(Path(file).with_suffix(""))):
+                    raise _unknown_kind(file)
         # A folder that `save_to_disk` wrote holds Arrow files and, beside them, JSON that is not data.
-        arrow = {file for file in files if file_kind(file) == "arrow"}
+        arrow = {file for file in files if file_kind(file) == "arrow" and not _is_left_over(Path(file))}
         if files:
             splits[str(split)] = tuple(sorted(arrow or files))
     if not splits:
         raise UserError(f"{path}: no data in this folder; known are {', '.join(KINDS)}, each with .gz too")
     return splits
+
+
+def _is_left_over(file: Path) -> bool:
+    """Whether `map` or `filter` of the `datasets` library has put its own result beside the rows that it read."""
+    return file.name.startswith(("cache-", "tmp")) and file.with_name("dataset_info.json").exists()
 
 
 def _split_names(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> list[str]:
@@ -292,8 +303,12 @@ def read_file(path: str) -> Iterator[NumberedRow]:
     """The rows of one file, each with its number (see `units.name_place`). Raises `UserError` if it breaks off."""
     kind = file_kind(path)
     if kind is None:
-        raise UserError(f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too")
+        raise _unknown_kind(path)
     return TEXT_READERS[kind](path) if kind in TEXT_READERS else _read_columns(path, kind)
+
+
+def _unknown_kind(path: str) -> UserError:
+    return UserError(f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too")
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:

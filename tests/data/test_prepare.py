@@ -232,6 +232,10 @@ def test_files_globs_folders_splits_and_slices(prepare: Prepare, tmp_path: Path)
         rows(folder, "validation")
     with pytest.raises(UserError, match="no data in this folder"):
         rows(folder / "more")
+    (folder / "more" / "part-1.jsonl.zst").write_bytes(b"packed")
+    write_lines(folder / "more" / "part-0.jsonl", [chat("x", "A")])
+    with pytest.raises(UserError, match=r"part-1\.jsonl\.zst: unknown kind of file"):
+        rows(folder / "more")
     with pytest.raises(UserError, match=r"nobody/nothing: no such file or folder, and not loaded as a hub data set: "):
         rows("nobody/nothing")
 

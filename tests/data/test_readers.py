@@ -348,3 +348,14 @@ def test_columns_and_keys_of_one_name_are_marked(tmp_path: Path) -> None:
     ):
         rows = [row for _, row in read_file(str(written(tmp_path, name, content)))]
         assert [isinstance(row, RepeatedKeys) for row in rows] == marked, name
+
+
+def test_what_a_data_set_on_the_disk_has_beside_its_rows_is_no_data(tmp_path: Path) -> None:
+    import datasets
+
+    folder = str(tmp_path / "saved")
+    datasets.Dataset.from_list([{"text": "own"}]).save_to_disk(folder)
+    datasets.load_from_disk(folder).map(
+        lambda row: {"text": row["text"].upper()}, cache_file_name=f"{folder}/cache-1.arrow"
+    )
+    assert find_splits(folder) == {"train": (f"{folder}/data-00000-of-00001.arrow",)}
