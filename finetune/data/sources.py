@@ -260,23 +260,25 @@ def _hash_samples(path: str, most: int) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-RUN_ROWS = 64  # rows read from one source before the next is drawn
+RUN_ROWS = 64  # rows read from one source before the next is chosen
 
 
 def interleave_sources(
-    sources: tuple[DatasetSource, ...], seed: int, skip: int = 0
+    sources: tuple[DatasetSource, ...], skip: int = 0
 ) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
     """(source, some of its rows, full passes over every source so far), endlessly.
 
-    The next source is drawn by weight; one that ends is read again. The first `skip` draws are skipped.
+    The next is the source whose rows are furthest behind its weight: a run at the end of a file has few rows. A source
+    that ends is read again. The first `skip` runs are skipped.
     """
-    random = make_generator(seed, "interleave")
     weights = [source.weight / sum(source.weight for source in sources) for source in sources]
     passes = [0] * len(sources)
     readers = [read_rows(source, streaming=True, batch_rows=RUN_ROWS) for source in sources]
-    drawn = 0
+    given = [0] * len(sources)  # rows
+    runs = 0
     while True:
-        i = int(random.choice(len(sources), p=weights))
+        due = [weight * (sum(given) + 1) - rows for weight, rows in zip(weights, given, strict=True)]
+        i = due.index(max(due))
         batch = next(readers[i], None)
         if batch is None:
             passes[i] += 1
@@ -284,8 +286,9 @@ def interleave_sources(
             batch = next(readers[i], None)
             if batch is None:
                 raise UserError(f"{sources[i].origin}: it has no rows")
-        drawn += 1
-        if drawn > skip:
+        given[i] += len(batch.rows)
+        runs += 1
+        if runs > skip:
             yield sources[i], batch, min(passes)
 
 
