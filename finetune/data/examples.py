@@ -213,7 +213,8 @@ def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Example
         return examples
     whole, rest = divmod(weight, 1.0)
     count = examples.groups
-    drawn = make_generator(seed, "weights", number).permutation(count)[: round(rest * count)]
+    drawn = make_generator(seed, "weights", number).permutation(count)
+    drawn = drawn[: max(round(rest * count), 0 if whole else 1)]  # no source vanishes
     return examples.take_groups(np.concatenate([np.tile(np.arange(count), int(whole)), np.sort(drawn)]))
 
 

@@ -1,5 +1,6 @@
 """Rows as conversations, prompts with completions, plain text or tokens; the format is recognized from the columns."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -34,6 +35,11 @@ COMMON_PAIRS = (
     ("question", "answer"),
     ("instruction", "response"),
     ("instruction", "output"),
+)
+# The name, in lower case, of a column that may be part of the question: options, option_a, choices, A to E, passage.
+QUESTION_PART = re.compile(
+    r"(option|choice|context|passage|paragraph|document|article|body|content|text|story|background|table|schema"
+    r"|premise|candidate|ending)(s|_?[a-z0-9])?|history|[a-e]"
 )
 VARIABLES = "chat_template_kwargs"  # the column of what a row's chat template reads beside its messages
 
@@ -187,11 +193,12 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
     if source.type or source.messages_column or source.prompt_column or source.completion_column or source.text_column:
         return None
     present = [str(column) for column, value in row.items() if value is not None]
-    if {"instruction", "output"} <= set(present):
+    if {"instruction", "output"} <= set(present) or any(name.lower() in CONVERSATION_COLUMNS for name in present):
+        return None
+    if any(QUESTION_PART.fullmatch(name.lower()) for name in present):
         return None
     questions, answers = (
-        [name for name in present if name.lower() in names]
-        for names in ((*QUESTION_COLUMNS, "text", "messages"), ANSWER_COLUMNS)
+        [name for name in present if name.lower() in names] for names in (QUESTION_COLUMNS, ANSWER_COLUMNS)
     )
     if len(questions) != 1 or len(answers) != 1:
         return None

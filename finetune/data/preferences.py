@@ -358,6 +358,8 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     ('2+2=', '{"prompt": "2+2=", "columns": {"level": 1, "answer": "4"}}')
     """
     columns, name = Columns(row), _name_prompt(row, source)
+    is_named = source.completion_column is not None
+    kept_row = {key: value for key, value in row.items() if not (is_named and key == ANSWER)}
     turns: list[Any]
     if name == "instruction":
         turns = take_question(columns, source)
@@ -372,19 +374,19 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
             raise BadRow(f"{name}: text or a list of messages is expected, found {describe_value(value)}")
     answer = _find_answer(columns, source)
     if not turns:
-        return ParsedRow((Group((Question(row[name], _keep(row, row[name], answer)),)),), "prompt_completion", ())
+        return ParsedRow((Group((Question(row[name], _keep(kept_row, row[name], answer)),)),), "prompt_completion", ())
     has_answer = role_of(turns[-1]) in ("assistant", "gpt")
     conversation = make_conversation(columns, turns if has_answer else [*turns, EMPTY])
     if conversation.images:
         raise BadRow("images: completions are sampled of text alone; remove the images, or these rows")
     if conversation.messages[-1]["role"] != "assistant" or len(conversation.messages) == 1:
         raise BadRow(f"{name}: the prompt is empty, or it does not end where the assistant would answer")
-    if has_answer:
+    if has_answer and not is_named:
         answer = str(conversation.messages[-1]["content"])
     messages = conversation.messages[:-1]
     asked = replace(conversation, messages=messages, trained=(False,) * len(messages))
     variables = {**(source.chat_template_kwargs or {}), **conversation.variables}
-    kept = _keep(row, list(messages), answer, variables=variables, tools=conversation.tools)
+    kept = _keep(kept_row, list(messages), answer, variables=variables, tools=conversation.tools)
     return ParsedRow((Group((Question(asked, kept),)),), "messages", ())
 
 
@@ -399,13 +401,14 @@ def _name_prompt(row: Row, source: DatasetSource) -> str:
     return name
 
 
-def _find_answer(columns: Columns, source: DatasetSource) -> str | None:
-    """The row's own answer, where it has one as text."""
-    names = (source.completion_column,) if source.completion_column else ANSWER_COLUMNS
-    return next((columns.row[name] for name in names if isinstance(columns.row.get(name), str)), None)
+def _find_answer(columns: Columns, source: DatasetSource) -> Any:
+    """What the column holds that the source names; else the row's own answer, where it has one as text."""
+    if source.completion_column is not None:
+        return columns.row.get(source.completion_column)
+    return next((columns.row[name] for name in ANSWER_COLUMNS if isinstance(columns.row.get(name), str)), None)
 
 
-def _keep(row: Row, prompt: Any, answer: str | None, **of_template: Any) -> str:
+def _keep(row: Row, prompt: Any, answer: Any, **of_template: Any) -> str:
     """What reward functions get of the row, as JSON; what JSON lacks, such as dates, as text.
 
     `of_template`: what the chat template reads beside the messages.

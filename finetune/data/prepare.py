@@ -186,7 +186,7 @@ class StreamedBatches:
 
         def read_block() -> Iterator[tuple[DatasetSource, RowBatch]]:
             rows = 0
-            for source, batch, passed in interleave_sources(self.data.datasets, self.config.seed, runs):
+            for source, batch, passed in interleave_sources(self.data.datasets, runs):
                 passes.append(passed)
                 rows += len(batch.rows)
                 yield source, batch

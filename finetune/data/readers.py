@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from finetune.data.messages import BadRow
 from finetune.errors import UserError
-from finetune.units import has_lines
+from finetune.units import counted, has_lines
 
 BLANK_LINES = 1024  # after which those that follow are skipped together
 UNPACKED_TIMES = 64  # what a .gz, Parquet or Arrow file unpacks to, as a multiple of its size; text makes 3 to 20
@@ -297,6 +297,9 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
             break
     if text.peek() != "]":
         raise UserError(f"{path}, row {number}: the array is never closed; the file is truncated or damaged there")
+    text.at += 1
+    if text.peek():
+        raise UserError(f"{path}: more text after its array of {counted(number - 1, 'row')}; join the arrays into one")
 
 
 class _Text:

@@ -30,6 +30,7 @@ from finetune.files.network import go_offline_without_network
 
 BATCH_ROWS = 500
 SAMPLE_BYTES = 64 * 1024  # of a file, read for a stream's fingerprint
+PACKED = (".zst", ".bz2", ".xz", ".zip")  # what hides data that is not read
 FINGERPRINT_BYTES = 256 * 1024 * 1024  # read for it of one source at most, two samples of each file at least
 
 
@@ -139,16 +140,26 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
         files: set[str] = set()
         for name in names:
             try:
-                files.update(file for file in resolve_pattern(name, escape(path)) if file_kind(file))
+                found = resolve_pattern(name, escape(path))
             except FileNotFoundError:
                 continue
+            for file in found:
+                if file_kind(file):
+                    files.add(file)
+                elif Path(file).suffix.lower() in PACKED and file_kind(str(Path(file).with_suffix(""))):
+                    raise _unknown_kind(file)
         # A folder that `save_to_disk` wrote holds Arrow files and, beside them, JSON that is not data.
-        arrow = {file for file in files if file_kind(file) == "arrow"}
+        arrow = {file for file in files if file_kind(file) == "arrow" and not _is_left_over(Path(file))}
         if files:
             splits[str(split)] = tuple(sorted(arrow or files))
     if not splits:
         raise UserError(f"{path}: no data in this folder; known are {', '.join(KINDS)}, each with .gz too")
     return splits
+
+
+def _is_left_over(file: Path) -> bool:
+    """Whether `map` or `filter` of the `datasets` library has put its own result beside the rows that it read."""
+    return file.name.startswith(("cache-", "tmp")) and file.with_name("dataset_info.json").exists()
 
 
 def _split_names(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> list[str]:
@@ -249,23 +260,25 @@ def _hash_samples(path: str, most: int) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-RUN_ROWS = 64  # rows read from one source before the next is drawn
+RUN_ROWS = 64  # rows read from one source before the next is chosen
 
 
 def interleave_sources(
-    sources: tuple[DatasetSource, ...], seed: int, skip: int = 0
+    sources: tuple[DatasetSource, ...], skip: int = 0
 ) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
     """(source, some of its rows, full passes over every source so far), endlessly.
 
-    The next source is drawn by weight; one that ends is read again. The first `skip` draws are skipped.
+    The next is the source whose rows are furthest behind its weight: a run at the end of a file has few rows. A source
+    that ends is read again. The first `skip` runs are skipped.
     """
-    random = make_generator(seed, "interleave")
     weights = [source.weight / sum(source.weight for source in sources) for source in sources]
     passes = [0] * len(sources)
     readers = [read_rows(source, streaming=True, batch_rows=RUN_ROWS) for source in sources]
-    drawn = 0
+    given = [0] * len(sources)  # rows
+    runs = 0
     while True:
-        i = int(random.choice(len(sources), p=weights))
+        due = [weight * (sum(given) + 1) - rows for weight, rows in zip(weights, given, strict=True)]
+        i = due.index(max(due))
         batch = next(readers[i], None)
         if batch is None:
             passes[i] += 1
@@ -273,8 +286,9 @@ def interleave_sources(
             batch = next(readers[i], None)
             if batch is None:
                 raise UserError(f"{sources[i].origin}: it has no rows")
-        drawn += 1
-        if drawn > skip:
+        given[i] += len(batch.rows)
+        runs += 1
+        if runs > skip:
             yield sources[i], batch, min(passes)
 
 
@@ -292,8 +306,12 @@ def read_file(path: str) -> Iterator[NumberedRow]:
     """The rows of one file, each with its number (see `units.name_place`). Raises `UserError` if it breaks off."""
     kind = file_kind(path)
     if kind is None:
-        raise UserError(f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too")
+        raise _unknown_kind(path)
     return TEXT_READERS[kind](path) if kind in TEXT_READERS else _read_columns(path, kind)
+
+
+def _unknown_kind(path: str) -> UserError:
+    return UserError(f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too")
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from finetune.config.methods import RowKind
 from finetune.config.schema import Data, DatasetSource
 from finetune.data.images import IN_FILE, EncodedImage, load_stored
 from finetune.data.messages import BadRow
-from finetune.data.tokenizer import PLAIN, asks_for_date
+from finetune.data.tokenizer import PLAIN, asks_for_date, find_stop_tokens
 from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file, stage_and_rename, write_file
 from finetune.files.network import find_cache
@@ -214,7 +214,7 @@ def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]
     return np.memmap(path, dtype=kind, mode="r") if size else np.zeros(0, kind)
 
 
-VERSION = 17  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+VERSION = 18  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 
@@ -239,7 +239,9 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
     """A name for the tokens of what is read of `rows` (whatever describes them) under the tokenizer and the options."""
     options: dict[str, Any] = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
     options |= {"turns": data.turns, "train_on_reasoning": data.train_on_reasoning}
-    options["response_template"] = getattr(tokenizer, "response_template", None)  # findings are stored too
+    # Findings are stored too, and depend on these two.
+    options["response_template"] = getattr(tokenizer, "response_template", None)
+    options["stop_tokens"] = find_stop_tokens(tokenizer)
     if data.chat_template_date is not None and asks_for_date(tokenizer):
         options["date"] = data.chat_template_date
     template = tokenizer.chat_template or PLAIN

@@ -79,6 +79,8 @@ def render_group(
         texts += tuple(write_images(text, document, images, renderer) for text in own)
     try:
         encoded = [text.text.encode() for text in texts]
+        for text in texts:
+            text.row.encode()  # what rewards read of a prompt's other columns
     except UnicodeEncodeError:
         raise BadRow(NOT_UNICODE) from None
     if len(group.documents) == 1:

@@ -139,6 +139,13 @@ def test_the_chosen_side_is_trained_on_if_the_recipe_names_it() -> None:
     assert turns({"messages": [USER, ASSISTANT], "score": 0.1}, messages_column="messages") == ASKED
 
 
+def test_a_conversation_comes_before_a_pair_that_repeats_a_part_of_it() -> None:
+    turns = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+    row = {"conversations": [*turns, *turns], "instruction": "Q", "response": "A"}
+    parsed = parse_row(row, SOURCE)
+    assert parsed.format == "sharegpt" and parsed.findings == ()
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -177,6 +184,10 @@ def test_labels_of_plain_text_are_ignored_and_unused_columns_are_listed() -> Non
         ({"QUESTION": "Q", "Answer": "A", "system": "S"}, ("Q", "A")),
         ({"instruction": "Q", "response": "A"}, ("Q", "A")),
         ({"instruction": "Q", "context": "C", "response": "A"}, None),  # a part of the question would be lost
+        ({"question": "Q", "options": ["X", "Y"], "answer": "A"}, None),
+        ({"question": "Q", "A": "X", "B": "Y", "answer": "A"}, None),
+        ({"Body": "B", "Question": "Q", "Answer": "A"}, None),
+        ({"question": "Q", "passage": "P", "answer": "A"}, None),
         ({"question": "Q", "answer": "A", "solution": "B"}, None),
         ({"question": "Q", "Question": "Q", "answer": "A"}, None),
         ({"question": "Q", "answer": 4}, None),

@@ -10,9 +10,9 @@ import pytest
 from finetune.cli import main
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.data.formats import Completion, Conversation, Document
+from finetune.data.formats import Completion, Conversation, Document, Question
 from finetune.data.messages import BadRow
-from finetune.data.preferences import find_end_of_prompt, parse_pair
+from finetune.data.preferences import find_end_of_prompt, parse_pair, parse_prompt
 from finetune.data.prepare import PreparedData
 from finetune.errors import UserError
 from tests.data.conftest import Prepare
@@ -322,3 +322,17 @@ def test_every_side_of_real_pairs_ends_in_its_own_answer(prepare: Prepare, share
         assert rejected == row["rejected"]["value"].strip() + "<|eot_id|>"
         asked = [{"role": {"human": "user", "gpt": "assistant"}.get(t["from"], t["from"]), "content": t["value"]} for t in row["conversations"]]  # fmt: skip
         assert prompt == data.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"question": "Q", "answer": "long #### 42", "final": 42}, 42),
+        ({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}], "final": "42"}, "42"),
+        ({"question": "Q", "answer": "another column"}, None),
+    ],
+)
+def test_rewards_get_the_answer_that_the_recipe_names(row: dict[str, Any], answer: Any) -> None:
+    document = parse_prompt(row, DatasetSource(path="a.jsonl", completion_column="final")).document
+    assert isinstance(document, Question)
+    assert json.loads(document.row)["columns"].get("answer") == answer

@@ -204,6 +204,8 @@ def test_sources_are_mixed_by_weight_the_same_way_every_time(prepare: Prepare, t
     assert sorted(counts.tolist()) == [2] * 20 + [3] * 20
     assert texts == [text_of(prepare(sources), i) for i in range(prepared.report.examples)]
     assert texts != [text_of(prepare(sources, seed=1), i) for i in range(prepared.report.examples)]
+    rare = prepare([{"path": str(a), "weight": 0.01}, {"path": str(b)}])
+    assert sum("<|user|>a" in text_of(rare, i) for i in range(rare.report.examples)) == 1  # none would be left out
     first_rows = [i for row in prepared.train.rows_of(0) for i in row]
     assert {texts[i][len("<|begin|><|user|>")] for i in first_rows} == {"a", "b"} or len(first_rows) < 4
 
@@ -231,6 +233,10 @@ def test_files_globs_folders_splits_and_slices(prepare: Prepare, tmp_path: Path)
     with pytest.raises(UserError, match="split validation: no such split, only train, test"):
         rows(folder, "validation")
     with pytest.raises(UserError, match="no data in this folder"):
+        rows(folder / "more")
+    (folder / "more" / "part-1.jsonl.zst").write_bytes(b"packed")
+    write_lines(folder / "more" / "part-0.jsonl", [chat("x", "A")])
+    with pytest.raises(UserError, match=r"part-1\.jsonl\.zst: unknown kind of file"):
         rows(folder / "more")
     with pytest.raises(UserError, match=r"nobody/nothing: no such file or folder, and not loaded as a hub data set: "):
         rows("nobody/nothing")

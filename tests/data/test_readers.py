@@ -112,6 +112,7 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
         ("none.jsonl.gz", b'{"text": "a"}', "not a valid gzip file"),
         ("cut.json", b'[{"text": "a"}, {"text": "b"', ", row 2: not JSON"),
         ("open.json", b'[{"text": "a"}, {"text": "b"}', ", row 3: the array is never closed"),
+        ("arrays.json", b'[{"text": "a"}]\n[{"text": "b"}]\n', "more text after its array of 1 row; join the"),
         ("wrong.json", b'[{"text": "a"}, {"text": nope}, {"text": "c"}]', ", row 2: not JSON"),
         ("deep.json", b"[" * 100_000, ", row 1: nested too deeply"),
         ("object.json", b'{\n"a": 1}', "one JSON object; a list of rows"),
@@ -347,3 +348,14 @@ def test_columns_and_keys_of_one_name_are_marked(tmp_path: Path) -> None:
     ):
         rows = [row for _, row in read_file(str(written(tmp_path, name, content)))]
         assert [isinstance(row, RepeatedKeys) for row in rows] == marked, name
+
+
+def test_what_a_data_set_on_the_disk_has_beside_its_rows_is_no_data(tmp_path: Path) -> None:
+    import datasets
+
+    folder = str(tmp_path / "saved")
+    datasets.Dataset.from_list([{"text": "own"}]).save_to_disk(folder)
+    datasets.load_from_disk(folder).map(
+        lambda row: {"text": row["text"].upper()}, cache_file_name=f"{folder}/cache-1.arrow"
+    )
+    assert find_splits(folder) == {"train": (f"{folder}/data-00000-of-00001.arrow",)}

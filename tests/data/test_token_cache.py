@@ -149,9 +149,12 @@ def test_everything_that_makes_the_tokens_is_in_the_key_and_nothing_else(rows: P
     other.add_tokens(["row"])
     templated = make_tokenizer()
     templated.chat_template = "{{ messages[0].content }}"
+    stopping = make_tokenizer()
+    stopping.stop_tokens = ("<|user|>",)  # of eot_tokens: whether the end of a turn is one of them is a finding
     source = DatasetSource(path=str(rows))
     keys = [
         key_of(source, Data(), tokenizer),
+        key_of(source, Data(), stopping),
         key_of(source, Data(), other),
         key_of(source, Data(), templated),
         key_of(source, Data(assistant_only_loss=False), tokenizer),

@@ -16,10 +16,12 @@ from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
+from finetune.data.preferences import parse_prompt
 from finetune.data.render import RenderedText, render
-from finetune.data.tokenize import tokenize
+from finetune.data.tokenize import render_group, tokenize
 from finetune.data.tokenizer import PLAIN, make_encoder, make_renderer
 from finetune.errors import exit_code
+from tests.conftest import make_tokenizer
 
 CORPUS = ["What is two plus two? It is four.\n\n", "It is what it is, said the wise, and four is four.\n"] * 20
 
@@ -213,3 +215,11 @@ def test_real_conversations_have_the_ids_of_apply_chat_template(shared: Path) ->
     for document, ids in zip(documents, ours, strict=True):
         assert isinstance(document, Conversation)
         assert ids.tolist() == tokenizer.apply_chat_template(list(document.messages), return_dict=False)
+
+
+def test_half_a_surrogate_pair_in_another_column_of_a_prompt_is_a_bad_row() -> None:
+    renderer = make_renderer(make_tokenizer(), assistant_only=True)
+    good, bad = (parse_prompt({"prompt": "Q", "note": note}, DatasetSource(path="a.jsonl")) for note in ("é", "\ud800"))
+    assert len(render_group(good.groups[0], renderer)[0]) == 1
+    with pytest.raises(BadRow, match="not valid Unicode"):
+        render_group(bad.groups[0], renderer)
