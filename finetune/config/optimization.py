@@ -72,7 +72,7 @@ def _adam_8bit(shape: Shape, itemsize: int) -> int:
 
 def _rows_and_columns(shape: Shape, itemsize: int) -> int:
     """A number for each row and for each column, which every rank holds; of a vector, for each number."""
-    return FP32 * (1 + (sum(shape) if len(shape) > 1 else prod(shape)))
+    return FP32 * (1 + (sum(shape) if len(shape) == 2 else prod(shape)))
 
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"

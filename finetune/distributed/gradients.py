@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor, Replicate
 
+from finetune.distributed.model_parts import local_part
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -74,11 +75,14 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
         return model.clip_grad_norm_(bound)
     by_mesh = group_by_mesh(p for p in model.parameters() if p.grad is not None)
     gradients = [p.grad for parameters in by_mesh for p in parameters if p.grad is not None]
-    if pipeline := find_pipeline(model):
-        copied = {id(model.get_parameter(name).grad) for name in pipeline.copied}
-        norm = _norm_over_meshes([gradient for gradient in gradients if id(gradient) not in copied], pipeline.size)
+    pipeline = find_pipeline(model)
+    if len(by_mesh) == 1 and pipeline is None:
+        norm = whole_norm(_total_norm(gradients))
     else:
-        norm = whole_norm(_total_norm(gradients) if len(by_mesh) == 1 else _norm_over_meshes(gradients))
+        copied = {id(model.get_parameter(name).grad) for name in pipeline.copied} if pipeline else set[int]()
+        own, stages = [each for each in gradients if id(each) not in copied], pipeline.size if pipeline else 1
+        nothing = torch.zeros_like(local_part(measure_norm(gradients[0])))
+        norm = _norm_over_meshes(own, nothing, stages)
     for parameters in by_mesh:
         nn.utils.clip_grads_with_norm_(parameters, bound, norm)
     return norm.float()
@@ -89,12 +93,15 @@ def whole_norm(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _norm_over_meshes(gradients: list[torch.Tensor], stages: int = 1) -> torch.Tensor:
+def _norm_over_meshes(gradients: list[torch.Tensor], nothing: torch.Tensor, stages: int = 1) -> torch.Tensor:
     """The 2-norm of gradients that are sharded over different meshes.
 
     All-reduces the squares of each rank's shards. A shard that several ranks hold counts once.
 
-    stages: Groups of ranks that hold different layers.
+    Args:
+        gradients: This rank's; none where it holds copies alone.
+        nothing: A norm of zero.
+        stages: Groups of ranks that hold different layers.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -102,7 +109,8 @@ def _norm_over_meshes(gradients: list[torch.Tensor], stages: int = 1) -> torch.T
         parts = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
         different = prod(size for size, placement in parts if not isinstance(placement, Replicate))
         by_copies.setdefault(dist.get_world_size() // stages // different, []).append(gradient.to_local())
-    squares = torch.stack([_total_norm(locals_).square() / copies for copies, locals_ in by_copies.items()]).sum()
+    each = [_total_norm(locals_).square() / copies for copies, locals_ in by_copies.items()]
+    squares = torch.stack(each).sum() if each else nothing
     dist.all_reduce(squares)
     return squares.sqrt()
 

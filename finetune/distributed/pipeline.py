@@ -223,7 +223,6 @@ class Pipeline:
             if isinstance(error.__cause__, UserError | torch.OutOfMemoryError):
                 raise error.__cause__ from None
             raise
-        self._sum_copied_gradients()
 
     def _make_schedule(self, micro_batches: int, capacity: int) -> Any:
         state = torch.empty(1, capacity, dtype=self._dtype, device="meta", requires_grad=True)
@@ -269,8 +268,8 @@ class Pipeline:
             self._chunk, self._received = None, None
             self._trunk._modules[self._name] = over_all
 
-    def _sum_copied_gradients(self) -> None:
-        """Sums the gradients of a tied weight on the first and the last rank."""
+    def sum_copied_gradients(self) -> None:
+        """Sums the gradients of a tied weight on the first and the last rank. All ranks call it, once an update."""
         if not self._has_copies or 0 < self.rank < self.size - 1:
             return
         gradient: Any = self._embedding.weight.grad

@@ -200,7 +200,8 @@ DECAY_RATE = -0.8
 
 class Adafactor(_ByParameter):
     """State of a parameter: `step` (fp32 scalar); of a matrix [rows, columns] `exp_avg_sq_row` [rows], sharded like it,
-    and `exp_avg_sq_col` [columns], whole; of a vector `exp_avg_sq`, shaped and sharded like it. All in fp32.
+    and `exp_avg_sq_col` [columns], whole; of a vector, or of a convolution's weight, `exp_avg_sq`, shaped and sharded
+    like it. All in fp32.
     """
 
     def __init__(
@@ -218,10 +219,9 @@ class Adafactor(_ByParameter):
 def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
     state["step"] = torch.zeros((), dtype=torch.float32)
     zeros = torch.zeros_like(parameter, dtype=torch.float32)
-    if parameter.dim() < 2:
+    if parameter.dim() != 2:
         state["exp_avg_sq"] = zeros
         return
-    assert parameter.dim() == 2, "matrices and vectors only"
     state["exp_avg_sq_row"] = zeros.sum(dim=1)
     state["exp_avg_sq_col"] = torch.zeros(parameter.shape[1], device=local_part(parameter).device)
 
@@ -231,7 +231,7 @@ def _update_factored(parameter: Tensor, state: dict[str, Any], rate: float, weig
     weights, grad = local_part(parameter), local_part(parameter.grad).float()  # type: ignore[arg-type]
     newest = float(state["step"]) ** DECAY_RATE  # the weight of this step's square in the running means
     square = grad.square() + SQUARE_EPSILON
-    if parameter.dim() < 2:
+    if parameter.dim() != 2:
         variance = local_part(state["exp_avg_sq"]).lerp_(square, newest)
         update = variance.rsqrt() * grad
     else:

@@ -155,7 +155,6 @@ def accumulate_gradients(
         for index, micro_batch in enumerate(each):
             with nullcontext() if index == len(each) - 1 else without_gradient_sync(model):
                 world.accelerator.backward(measure(micro_batch))
-    sum_partial_gradients(model, world)
     if routing is not None:
         routing.end_step()
     return total
@@ -176,6 +175,10 @@ def clip_and_update(
 
     batch, measured: what the gradients are of.
     """
+    # Once an update, however often a script has added gradients before it: what is summed is not summed again.
+    sum_partial_gradients(model, world)
+    if pipeline := find_pipeline(unwrap(model)):
+        pipeline.sum_copied_gradients()
     unscale(optimizer, world)
     grad_norm = in_backward.norm(model) if in_backward else clip_gradients(model, recipe.optimization.max_grad_norm)
     check = StepCheck.of(batch, measured.loss_sum, grad_norm)

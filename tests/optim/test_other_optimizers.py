@@ -10,6 +10,7 @@ import torch
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from finetune.models.embedding import NoisyDocuments, make_noise
+from finetune.optim.optimizers import Adafactor
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe
@@ -171,3 +172,14 @@ def test_noise_is_bounded_by_each_documents_own_length_wherever_it_lies() -> Non
     assert one[30:50].mean().abs() < 0.1 * bound
     later = make_noise(packed, documents._replace(step=8), 5.0)[0]
     assert not torch.equal(later, one)
+
+
+def test_adafactor_keeps_a_number_for_each_weight_of_a_convolution() -> None:
+    """Whose average by rows and columns it does not have: as transformers does for a vector."""
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(*shape)) for shape in ((6, 1, 4), (24,)))
+    ours.grad = torch.randn(6, 1, 4)
+    theirs.grad = ours.grad.flatten().clone()
+    Adafactor([ours], lr=0.1).step()
+    TransformersAdafactor([theirs], lr=0.1, relative_step=False, scale_parameter=False, weight_decay=0.0).step()
+    torch.testing.assert_close(ours.detach().flatten(), theirs.detach())

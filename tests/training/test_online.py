@@ -78,6 +78,7 @@ EVERY = [
     (3, "full_shard", "packed"),
     (4, "hybrid", "packed"),
     (2, "pipeline", "packed"),
+    (2, "pipeline", "adapters"),
     (4, "pipeline", "packed"),  # two ranks in a stage, which have other prompts
     *(
         (ranks, layout, mode)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import make_chat, make_model, slow_but
+from tests.ranks import launch_ranks
 from tests.training import reference
 from tests.training.layouts import assert_bit_equal, assert_losses, steps_of, train_all, write_config, write_recipe
 from tests.training.test_preference_layouts import make_pairs
@@ -268,3 +269,14 @@ def test_each_value_is_in_one_file_of_a_checkpoint(run: str, runs: Runs) -> None
     folder = runs(run) / "checkpoints" / f"step-{STEPS:08d}" / "model"
     written = sum(tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
     assert written == PARAMETERS
+
+
+def test_gradients_of_several_calls_add_up_once_where_ranks_sum_parts_of_them(tmp_path: Path) -> None:
+    """Of the norms of heads under tensor parallelism, and of a tied embedding, which both ends of a pipeline have."""
+    make_model(tmp_path / "qwen3", model_type="qwen3")
+    make_model(tmp_path / "tied", tie_word_embeddings=True)
+    write_config(tmp_path, "full_shard", sizes={"tp_size": 2}).rename(tmp_path / "tp.yaml")
+    write_config(tmp_path, "full_shard").rename(tmp_path / "fsdp.yaml")
+    launch_ranks(Path(__file__).with_name("repeated_on_ranks.py"), [str(tmp_path)], ranks=2).check()
+    for once, twice in json.loads((tmp_path / "found.json").read_text()).values():
+        assert twice == pytest.approx(2 * once, rel=1e-5)

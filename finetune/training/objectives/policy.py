@@ -128,6 +128,15 @@ class PolicyObjective(Objective):
     other: "OtherModel | None" = None  # the reference or the teacher
     teacher: Teacher | None = None  # it, where it is a model of its own
 
+    def prepare(
+        self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
+    ) -> "PolicyObjective":
+        """In a pipeline, asks the other model before the schedule, in which a forward is that of one stage alone."""
+        if self.other is None or world.stages == 1:
+            return self
+        known = iter([self.other(model, each.to(world.device)) for each in micro_batches()])
+        return replace(self, other=lambda *_: next(known))
+
     def count(self, batch: StepBatch) -> int:
         """What `PolicyLoss.average` names."""
         average = POLICY_LOSSES[self.recipe.method.loss_type].average
