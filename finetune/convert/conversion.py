@@ -25,6 +25,7 @@ from finetune.config.other_tools import (
     UNLIMITED,
     UNLIMITED_NOTE,
     Counterpart,
+    Tool,
 )
 from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
 from finetune.config.reader import read_recipe
@@ -44,8 +45,9 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.objectives import adapt_preferences, adapt_rounding, find_method
 from finetune.convert.recognize import load_theirs, refuse_other_methods
-from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, read_section, shorten
+from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_value, read_section
 from finetune.convert.runnable import make_runnable, read_layout, write_accelerate
+from finetune.convert.their_values import WrongValue, convert_number, shorten
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
@@ -170,7 +172,13 @@ RATES = ("learning_rate", "lr")  # other keys become shares of it
 
 def convert_file(source: Path) -> Conversion:
     """The recipe made from `source`. Raises `UserError`, a `Refusal` if its method or model is not supported."""
-    tool, theirs, text = load_theirs(source)
+    try:
+        return _convert(*load_theirs(source), source)
+    except WrongValue as wrong:
+        raise UserError(f"{source}: {wrong}") from None
+
+
+def _convert(tool: Tool, theirs: dict[str, Any], text: str, source: Path) -> Conversion:
     refuse_other_methods(tool, theirs, source)
     found, method = Conversion(tool, images=find_images(tool, theirs)[1]), find_method(tool, theirs, source)
     known = {pair.theirs: pair for pair in TOOLS[tool] + (TRL_ONLINE if METHODS[method].samples else ())}

@@ -19,9 +19,9 @@ from finetune.convert.rules import (
     make_sources,
     read_each,
     read_section,
-    shorten,
     take_first_rows,
 )
+from finetune.convert.their_values import shorten
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError

@@ -11,10 +11,10 @@ import yaml
 
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.other_tools import TOOLS
+from finetune.config.other_tools import TOOLS, Tool
 from finetune.config.reader import foreign_names, read_recipe
 from finetune.config.schema import recipe_keys
-from finetune.convert.conversion import EXIT_TO_DO, convert_file
+from finetune.convert.conversion import EXIT_TO_DO, convert_file, read_back
 from finetune.convert.model_names import TEMPLATES, guess_family
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError
@@ -812,6 +812,37 @@ def test_a_section_of_another_shape_is_no_traceback(tmp_path: Path, section: str
         convert_file(tmp_path / "theirs.yaml")
     except UserError as error:
         assert str(tmp_path) in str(error)
+
+
+ODD = ("auto", [1], {"a": 1}, True, float("nan"), None, 0, -1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "tool"),
+    [(TRL, "TRL"), (AXOLOTL, "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TORCHTUNE, "torchtune"), (AUTOMODEL, "Automodel")],
+)  # fmt: skip
+def test_an_odd_value_is_converted_or_one_sentence(tmp_path: Path, theirs: str, tool: Tool) -> None:
+    """Each key with one of the odd values in turn, keys of numbers with each of them."""
+    path = tmp_path / "theirs.yaml"
+    keys = [(pair.theirs.split("."), pair.carry in ("steps", "min-rate")) for pair in TOOLS[tool] if pair.has_effect]
+    for i, (names, is_number) in enumerate(keys):
+        for value in ODD if is_number else ODD[i % len(ODD) :][:1]:
+            file = section = yaml.safe_load(theirs)
+            for name in names[:-1]:
+                section[name] = section[name] if isinstance(section.get(name), dict) else {}
+                section = section[name]
+            section[names[-1]] = value
+            path.write_text(yaml.safe_dump(file))
+            try:
+                read_back(convert_file(path).recipe)
+            except UserError as error:
+                assert str(error).startswith(str(path)) and "\n" not in str(error)
+
+
+def test_a_number_of_steps_that_is_none_names_key_and_value(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(TRL + "save_steps: auto\n")
+    with pytest.raises(UserError, match=r'theirs.yaml: save_steps: a number is expected, found "auto"; write one'):
+        convert_file(tmp_path / "theirs.yaml")
 
 
 def test_tokens_of_other_tools(converted: Convert) -> None:
