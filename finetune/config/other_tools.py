@@ -366,7 +366,7 @@ LLAMA_FACTORY = (
     Counterpart("max_samples", "datasets", "max_samples of each entry; its first rows are split: train[:1000]", "by-code"),
     Counterpart("template", "chat_template", TEMPLATE, "template"),
     Counterpart("cutoff_len", "max_length"),
-    *(Counterpart(key, "packing") for key in ("neat_packing", "packing")),
+    Counterpart("packing", "packing"), Counterpart("neat_packing", "packing", "true is packing: true", "flag"),
     Counterpart("train_on_prompt", "assistant_only_loss", "the opposite value", "not"),
     Counterpart("preprocessing_num_workers", "dataset_num_proc"),
     Counterpart("tokenized_path", "dataset_cache_dir"),

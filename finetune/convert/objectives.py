@@ -267,7 +267,7 @@ def adapt_online(theirs: Mapping[str, Any], found: Conversion) -> None:
     scale = theirs.get("scale_rewards", "group")
     if not isinstance(scale, bool | str):
         raise WrongValue.of_key("scale_rewards", scale, "one of group, batch and none", "group")
-    recipe["scale_rewards"] = {True: "group", False: "none"}.get(scale, scale)
+    recipe["scale_rewards"] = scale if isinstance(scale, str) else "group" if scale else "none"
     longest = read_number("max_completion_length", theirs.get("max_completion_length", 256), "256", 1)
     prompt = read_number("max_prompt_length", theirs.get("max_prompt_length") or PROMPT_TOKENS, str(PROMPT_TOKENS), 1)
     recipe["max_completion_length"], recipe["max_length"] = longest, longest + prompt

@@ -814,6 +814,32 @@ def test_a_section_of_another_shape_is_no_traceback(tmp_path: Path, section: str
         assert str(tmp_path) in str(error)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "lines", "expected"),
+    [
+        (AXOLOTL.replace("lr_scheduler: cosine\n", ""), ["lr_scheduler: constant", "warmup_steps: 10"], {"warmup_steps": 0}),
+        (TRL, ["lr_scheduler_type: constant", "warmup_steps: 10"], {"warmup_steps": 0, "warmup_ratio": 0.0}),
+        (TRL, ["lr_scheduler_type: constant", "warmup_ratio: 0.1"], {"warmup_steps": 0, "warmup_ratio": 0.0}),
+        (LLAMA_FACTORY, ["packing: false", "neat_packing: true"], {"packing": True}),
+        (LLAMA_FACTORY, ["packing: true", "neat_packing: false"], {"packing": True}),
+        (LLAMA_FACTORY, ["packing: false", "neat_packing: false"], {"packing": False}),
+        (LLAMA_FACTORY, ["use_muon: true", "optim: adamw_torch"], {"optim": "muon"}),
+        (AXOLOTL.replace("lora_target_linear: true\n", ""), ["lora_target_linear: true", "lora_target_modules: [q_proj]"], {"lora_target_modules": "all-linear"}),
+    ],
+)  # fmt: skip
+def test_the_order_of_keys_changes_nothing(
+    converted: Convert, theirs: str, lines: list[str], expected: dict[str, object]
+) -> None:
+    made = [converted(theirs + "\n".join(order) + "\n")[0] for order in (lines, lines[::-1])]
+    assert made[0] == made[1] and expected == {key: made[0].get(key) for key in expected}
+
+
+def test_no_limit_of_length_is_none_here(converted: Convert) -> None:
+    ours, said, _ = converted(TRL.replace("max_seq_length: 1024", "max_length: null"))
+    assert (ours["max_length"], ours["overlength"]) == (8192, "error")
+    assert "no limit of length there" in said
+
+
 ODD = ("auto", [1], {"a": 1}, True, float("nan"), None, 0, -1)
 
 
