@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS, POLICY_LOSSES, Method
-from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT, TRUNCATED, Tool
+from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT, PROMPTS_MASKED, TRUNCATED, Tool
 from finetune.config.quantization import SCHEMES
 from finetune.convert.model_names import Found
 from finetune.convert.rules import Conversion, read_section
@@ -164,6 +164,10 @@ def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, foun
         _set_token_loss(theirs, found)
         _drop_unused("sft", found)
         losses = _losses("TRL", theirs) if tool == "TRL" else {}
+        if tool == "TRL" and theirs.get("completion_only_loss"):
+            recipe["assistant_only_loss"] = True
+        elif tool == "TRL" and theirs.get("completion_only_loss") is False:
+            found.add_difference("completion_only_loss", False, PROMPTS_MASKED.removeprefix("true; "))
         for name in losses.keys() - set(map(str, SFT_LOSSES)):
             note = "of supervised fine-tuning nll is the only one"
             found.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
