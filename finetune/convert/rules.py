@@ -316,7 +316,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "tags.content_tag": ("content", "value"), "tags.user_tag": ("user", "human"),
     "tags.assistant_tag": ("assistant", "gpt"), "tags.observation_tag": ("tool", "observation"),
     "tags.function_tag": ("function_call",), "tags.system_tag": ("system",), "columns.tools": ("tools",),
-    "columns.history": ("history",), "columns.images": ("images", "image"),
+    "columns.images": ("images", "image"),
     "conversation_style": ("sharegpt", "openai"), "answer_only_loss_mask": (True,),
     "template_thinking_key": ("thinking",), "field_thinking": ("thinking",), "data_files": ([],),
 }  # fmt: skip

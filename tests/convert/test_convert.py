@@ -834,6 +834,51 @@ def test_the_order_of_keys_changes_nothing(
     assert made[0] == made[1] and expected == {key: made[0].get(key) for key in expected}
 
 
+def test_trls_mask_of_prompts_decides_what_is_trained(converted: Convert) -> None:
+    ours, said, _ = converted(TRL + "completion_only_loss: true\nassistant_only_loss: false\n")
+    assert ours.get("assistant_only_loss", True) and "completion_only_loss" not in said
+    ours, said, _ = converted(TRL + "completion_only_loss: false\n")
+    assert ours["assistant_only_loss"] is False
+    assert "completion_only_loss: false   (of a prompt and its completion in two columns the prompt is never" in said
+    _, said, _ = converted(LLAMA_FACTORY + "completion_only_loss: true\n")
+    assert "completion_only_loss: true   (not known here)" in said
+
+
+def test_a_list_of_torchtunes_data_sets_is_packed(converted: Convert) -> None:
+    entry = {"_component_": "torchtune.datasets.chat_dataset", "conversation_column": "messages"}
+    for packed in (True, False):
+        rows = [entry | {"source": source, "packed": packed} for source in ("a/b", "a/c")]
+        ours, said, _ = converted(yaml.safe_dump(yaml.safe_load(TORCHTUNE) | {"dataset": rows}))
+        assert ours.get("packing", True) is packed and "packed" not in said
+
+
+def test_shares_of_a_mixer_are_kept_exactly(converted: Convert, tmp_path: Path) -> None:
+    mixer = "dataset_mixer: {a/b: 0.125, a/c: 0.004, a/d: '0.5', a/e: 0.29, a/f: 0, a/g: 1}\n"
+    ours, said, _ = converted("model_name_or_path: org/model\n" + mixer)
+    assert ours["datasets"] == [
+        {"path": "a/b", "split": "train", "weight": 0.125},
+        {"path": "a/c", "split": "train", "weight": 0.004},
+        {"path": "a/d", "split": "train[:50%]"},
+        {"path": "a/e", "split": "train[:29%]"},
+        {"path": "a/g", "split": "train"},
+    ]
+    assert "dataset_mixer: a/b: 0.125, a/c: 0.004   (a share that no slice names exactly" in said
+    for wrong in ("dataset_mixer: {a/b: half}\n", "dataset_mixer: {a/b: 1}\ndataset_configs: [x, y]\n"):
+        (tmp_path / "theirs.yaml").write_text("model_name_or_path: org/model\n" + wrong)
+        with pytest.raises(UserError, match=r"theirs.yaml: dataset_(mixer.a/b|configs): .* is expected, found"):
+            convert_file(tmp_path / "theirs.yaml")
+
+
+def test_a_history_is_reported_where_the_form_does_not_read_it(converted: Convert, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    columns = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+    for renamed, is_read in (({}, True), ({"prompt": "question", "query": None}, False)):
+        info = {"hf_hub_url": "org/rows", "columns": columns | renamed}
+        (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"questions": info}))
+        _, said, _ = converted(LLAMA_FACTORY)
+        assert ('columns.history: "history"   (type alpaca reads' in said) is not is_read
+
+
 def test_no_limit_of_length_is_none_here(converted: Convert) -> None:
     ours, said, _ = converted(TRL.replace("max_seq_length: 1024", "max_length: null"))
     assert (ours["max_length"], ours["overlength"]) == (8192, "error")
