@@ -1122,7 +1122,8 @@ def test_a_mixture_in_few_bits_is_converted_with_its_experts(converted: Convert,
     ours, said, _ = converted(glm + "quantize_moe_experts: true\n")
     assert ours["load_in_4bit"] is True and "experts" not in said
     assert "a mixture's experts are quantized here too; there only linear layers are" in converted(glm)[1]
-    flash = theirs.replace("{}", "zai-org/GLM-4.7-Flash") + "lora_target_modules: [q_proj, o_proj]\n"
+    named = theirs.replace("lora_target_linear: true", "lora_target_modules: [q_proj, o_proj]")
+    flash = named.replace("{}", "zai-org/GLM-4.7-Flash")
     assert converted(flash)[0]["lora_target_modules"] == ["o_proj"]  # its queries come out of a latent
     hybrid, said, _ = converted(theirs.replace("{}", "LiquidAI/LFM2-8B-A1B"))
     assert hybrid["packing"] is True  # each document starts with a new state
