@@ -151,6 +151,7 @@ OFFLOADED = "to host memory, where the Accelerate file turns activation checkpoi
 MEMORY_AND_SPEED = "memory and speed only; the loss is the same"
 ONE_LOSS = "one chunked loss is built in"
 LAUNCHER = "the launcher starts the ranks"
+PROMPTS_MASKED = "true; of a prompt and its completion in two columns the prompt is never trained on"
 LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft")  # -> token_loss
 WEIGHTED = "dft or eaft"
 
@@ -187,7 +188,7 @@ SHARED = (
 
 TRL = (
     Counterpart("datasets", "datasets", "a mixture: each is an entry of datasets", "by-code"),
-    Counterpart("dataset_mixer", "datasets", "an entry for each, its share of the rows as split: train[:50%]", "by-code"),
+    Counterpart("dataset_mixer", "datasets", "an entry for each, its share of the rows as split: train[:50%], or weight: 0.125", "by-code"),
     Counterpart("dataset_splits", "datasets", "split of the entries of dataset_mixer", "by-code"),
     Counterpart("dataset_configs", "datasets", "name of the entries of dataset_mixer", "by-code"),
     Counterpart("dataset_mixture", "datasets", "a mixture: each is an entry of datasets", "by-code"),
@@ -215,7 +216,7 @@ TRL = (
     Counterpart("eos_token", "special_tokens", "special_tokens: {eos_token: ...}", "by-code"),
     *ignored("causal models are the only ones", "lora_task_type"),
     *ignored("padding is not trained on", "pad_token", "padding_free", "eval_packing", "group_by_length"),
-    *ignored("a mask of completions only is the default for prompts and completions", "completion_only_loss"),
+    Counterpart("completion_only_loss", "assistant_only_loss", PROMPTS_MASKED, "by-code"),
     *ignored(RESUMES, "overwrite_output_dir"),
     *ignored(HUB, "push_to_hub", "hub_model_id", "hub_model_revision", "hub_strategy", "hub_private_repo", "hub_token"),
     *ignored("always the case here", "do_train", "do_eval", "remove_unused_columns", "dataset_kwargs", "average_tokens_across_devices"),
@@ -366,7 +367,7 @@ LLAMA_FACTORY = (
     Counterpart("max_samples", "datasets", "max_samples of each entry; its first rows are split: train[:1000]", "by-code"),
     Counterpart("template", "chat_template", TEMPLATE, "template"),
     Counterpart("cutoff_len", "max_length"),
-    *(Counterpart(key, "packing") for key in ("neat_packing", "packing")),
+    Counterpart("packing", "packing"), Counterpart("neat_packing", "packing", "true is packing: true", "flag"),
     Counterpart("train_on_prompt", "assistant_only_loss", "the opposite value", "not"),
     Counterpart("preprocessing_num_workers", "dataset_num_proc"),
     Counterpart("tokenized_path", "dataset_cache_dir"),
@@ -418,7 +419,14 @@ LLAMA_FACTORY = (
     *FACTORY_PREFERENCES,
 )  # fmt: skip
 # What LLaMA-Factory takes from TrainingArguments, as TRL does.
-_NOT_ITS = {"datasets", "dataset_mixer", "dataset_mixture", "packing_strategy", "chat_template_path"}
+_NOT_ITS = {
+    "datasets",
+    "dataset_mixer",
+    "dataset_mixture",
+    "packing_strategy",
+    "chat_template_path",
+    "completion_only_loss",
+}
 _TRAINER = {pair.theirs for pair in LLAMA_FACTORY} | _NOT_ITS
 LLAMA_FACTORY += tuple(pair for pair in TRL if pair.theirs not in _TRAINER and not pair.theirs.startswith("dataset_"))
 TRL += TRL_PREFERENCES

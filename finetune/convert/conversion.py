@@ -25,6 +25,7 @@ from finetune.config.other_tools import (
     UNLIMITED,
     UNLIMITED_NOTE,
     Counterpart,
+    Tool,
 )
 from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
 from finetune.config.reader import read_recipe
@@ -44,8 +45,9 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.objectives import adapt_preferences, adapt_rounding, find_method
 from finetune.convert.recognize import load_theirs, refuse_other_methods
-from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, read_section, shorten
+from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_value, read_section
 from finetune.convert.runnable import make_runnable, read_layout, write_accelerate
+from finetune.convert.their_values import WrongValue, convert_number, shorten
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
@@ -166,16 +168,28 @@ OPTIMIZER_NOTES = {
     "differently",
 }
 RATES = ("learning_rate", "lr")  # other keys become shares of it
+# Read last: what decides over other keys, wherever it stands in a file (no warm-up, all layers, what is on).
+DECISIVE = ("schedule", "all-linear", "flag", "optimizer-flag")
 
 
 def convert_file(source: Path) -> Conversion:
     """The recipe made from `source`. Raises `UserError`, a `Refusal` if its method or model is not supported."""
-    tool, theirs, text = load_theirs(source)
+    try:
+        return _convert(*load_theirs(source), source)
+    except WrongValue as wrong:
+        raise UserError(f"{source}: {wrong}") from None
+
+
+def _convert(tool: Tool, theirs: dict[str, Any], text: str, source: Path) -> Conversion:
     refuse_other_methods(tool, theirs, source)
     found, method = Conversion(tool, images=find_images(tool, theirs)[1]), find_method(tool, theirs, source)
     known = {pair.theirs: pair for pair in TOOLS[tool] + (TRL_ONLINE if METHODS[method].samples else ())}
-    rate_first = sorted(_walk(theirs, known), key=lambda item: item[0].rsplit(".", 1)[-1] not in RATES)
-    for key, value in rate_first:
+
+    def find_turn(item: tuple[str, Any]) -> int:
+        pair = known.get(item[0])
+        return 0 if item[0].rsplit(".", 1)[-1] in RATES else 2 if pair and pair.carry in DECISIVE else 1
+
+    for key, value in sorted(_walk(theirs, known), key=find_turn):
         _convert_key(key, value, known, found)
     adapt_model(theirs, found)
     adapt_tool(theirs, text, found)
@@ -275,6 +289,7 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
         found.recipe["use_peft"] = True
     if pair.carry == "schedule" and str(value) == "constant" and found.tool != "Automodel":
         found.recipe["warmup_steps"] = 0  # transformers' "constant" has no warm-up
+        found.recipe.pop("warmup_ratio", None)
     if pair.carry == "optimizer":
         notes = (note for pattern, note in OPTIMIZER_NOTES.items() if re.search(pattern, str(value).lower()))
         found.remarks += [f"{key}: {shorten(value)}   ({note})" for note in notes]
@@ -294,13 +309,14 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
     given = dict(DEFAULTS[tool])
     if tool == "LLaMA-Factory" and theirs.get("stage") == "pt":
         given["packing"] = True
-    if tool in ("torchtune", "Automodel"):
-        if recipe.get("max_length") is None:
-            recipe.pop("max_length", None)
-            given |= UNLIMITED
-            found.remarks.append(UNLIMITED_NOTE)
-        if "warmup_ratio" in recipe or recipe.get("lr_scheduler_type", "constant") != "constant":
-            given.pop("warmup_steps" if "warmup_ratio" in recipe else "lr_scheduler_type")
+    is_unlimited = tool in ("torchtune", "Automodel") or (tool == "TRL" and theirs.get("max_length", 0) is None)
+    if is_unlimited and recipe.get("max_length") is None:
+        recipe.pop("max_length", None)
+        given |= UNLIMITED
+        found.remarks.append(UNLIMITED_NOTE)
+    has_schedule = "warmup_ratio" in recipe or recipe.get("lr_scheduler_type", "constant") != "constant"
+    if tool in ("torchtune", "Automodel") and has_schedule:
+        given.pop("warmup_steps" if "warmup_ratio" in recipe else "lr_scheduler_type")
     if METHODS[recipe.get("method", "sft")].rows != "answers":
         given.pop("assistant_only_loss", None)  # only the answers are compared
     if METHODS[recipe.get("method", "sft")].samples:

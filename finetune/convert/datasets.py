@@ -7,6 +7,7 @@ from typing import Any
 from finetune.config.keys import keys_of
 from finetune.config.other_tools import ALPACA_PROMPT, ALPACA_STYLE, Tool
 from finetune.config.schema import DatasetSource
+from finetune.convert.alignment_handbook import read_mixer, read_mixture
 from finetune.convert.model_names import guess_vision_family
 from finetune.convert.rules import (
     BUILDERS,
@@ -19,9 +20,9 @@ from finetune.convert.rules import (
     make_sources,
     read_each,
     read_section,
-    shorten,
     take_first_rows,
 )
+from finetune.convert.their_values import shorten
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError
@@ -69,7 +70,11 @@ def read_torchtune_data(theirs: Mapping[str, Any], source: Path, found: Conversi
     def sources(key: str) -> Sources:
         value = theirs.get(key)
         if not isinstance(value, dict):
-            return read_each("torchtune", list_entries(value, key, source), read, found)
+            entries = list_entries(value, key, source)
+            packed = [entry.take("packed") for entry in entries]
+            if key == "dataset" and any(packed) and not compares_answers(found):
+                found.recipe["packing"] = True  # all of them, says torchtune
+            return read_each("torchtune", entries, read, found)
         entry = TheirEntry.of(key, value)
         if key == "dataset":  # these two become keys of the whole recipe
             entry.take("packed")
@@ -278,8 +283,8 @@ def _trl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tup
         "split": theirs.get("dataset_train_split"),
         "text_column": text if text != "text" else None,
     }
-    entries = list_entries(theirs.get("datasets"), "datasets", source) or _mixture(theirs, source, found)
-    mixed, held_out_of_it = _mixer(theirs)
+    entries = list_entries(theirs.get("datasets"), "datasets", source) or read_mixture(theirs, source, found)
+    mixed, held_out_of_it = read_mixer(theirs, found)
     if mixed:
         return mixed, held_out_of_it
     if entries and by_name["path"]:
@@ -298,42 +303,6 @@ def _trl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tup
     if wants_held_out and not held_out and "eval_split_size" not in found.recipe:
         held_out = [entry | {"split": theirs.get("dataset_test_split", "test")} for entry in train[:1]]
     return train, held_out
-
-
-def _mixer(theirs: Mapping[str, Any]) -> tuple[Sources, Sources]:
-    """(the entries, those held out) of alignment-handbook's older dataset_mixer: names with shares of rows."""
-    mixer, splits = theirs.get("dataset_mixer"), theirs.get("dataset_splits") or ["train", "test"]
-    if not isinstance(mixer, dict) or not isinstance(splits, list):
-        return [], []
-    names = theirs.get("dataset_configs") or [None] * len(mixer)
-    shares = [(path, share, name) for (path, share), name in zip(mixer.items(), names, strict=False)]
-
-    def of(split: Any, *, is_cut: bool) -> Sources:
-        return [
-            make_sources([path], name=name, split=f"{split}[:{share:.0%}]" if is_cut and share < 1 else str(split))[0]
-            for path, share, name in shares
-            if isinstance(share, int | float) and share > 0
-        ]
-
-    train = [entry for split in splits if "train" in str(split) for entry in of(split, is_cut=True)]
-    return train, [entry for split in splits if "test" in str(split) for entry in of(split, is_cut=False)]
-
-
-def _mixture(theirs: Mapping[str, Any], source: Path, found: Conversion) -> list[TheirEntry]:
-    """The entries of alignment-handbook's dataset_mixture, in TRL's names."""
-    mixture = theirs.get("dataset_mixture")
-    if not isinstance(mixture, dict):
-        return []
-    if mixture.get("test_split_size"):
-        found.recipe["eval_split_size"] = mixture["test_split_size"]
-    entries = list_entries(mixture.get("datasets"), "dataset_mixture.datasets", source)
-    for entry in entries:
-        entry.unread |= {"path": entry.take("id"), "name": entry.take("config")}
-        columns = entry.unread.get("columns")
-        if isinstance(columns, list) and len(columns) == 1:
-            entry.take("columns")
-            entry.unread["messages_column"] = columns[0]
-    return entries
 
 
 def _axolotl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
@@ -437,7 +406,7 @@ def _factory_sources(entry: TheirEntry, folder: Path, method: str) -> Sources:
                 keys["type"] = "sharegpt"  # reads both columns as well as the turns
     elif ALPACA_COLUMNS.items() <= columns.items() and columns.get("system") in (None, "system"):
         keys["type"] = "alpaca"
-        for column in (*ALPACA_COLUMNS, "system"):
+        for column in (*ALPACA_COLUMNS, "system", *(("history",) if columns.get("history") == "history" else ())):
             entry.take(f"columns.{column}")
     elif columns.get("prompt"):
         answer = next((column for column in ("response", "chosen") if columns.get(column)), None)

@@ -10,7 +10,8 @@ from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.other_tools import ADAPTED_HEAD, TOKEN_NAMES, Counterpart, Tool
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
-from finetune.convert.rules import Conversion, convert_names, read_section, shorten
+from finetune.convert.rules import Conversion, convert_names, read_section
+from finetune.convert.their_values import shorten
 from finetune.files.json_files import read_json_object
 
 Found = tuple[str, str, bool]  # what was found in a file, the capability that it asks for, whether the file trains

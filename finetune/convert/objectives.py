@@ -7,10 +7,11 @@ from typing import Any
 
 from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS, POLICY_LOSSES, Method
-from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT, TRUNCATED, Tool
+from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT, PROMPTS_MASKED, TRUNCATED, Tool
 from finetune.config.quantization import SCHEMES
 from finetune.convert.model_names import Found
-from finetune.convert.rules import Conversion, convert_number, read_section, shorten
+from finetune.convert.rules import Conversion, read_section
+from finetune.convert.their_values import WrongValue, convert_number, read_number, shorten
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
@@ -72,12 +73,13 @@ def find_distillation(theirs: Mapping[str, Any]) -> dict[str, Any] | None:
     training. None where a file has no teacher, or its divergence is another.
     """
     if theirs.get("use_asft_loss"):
-        share, clip = convert_number(theirs.get("asft_alpha", 0.1)), convert_number(theirs.get("max_grad_norm", 1.0))
+        share = read_number("asft_alpha", theirs.get("asft_alpha", 0.1), "0.1", 0)
+        clip = read_number("max_grad_norm", theirs.get("max_grad_norm", 1.0) or 0, "1.0")
         return {
             "method": "distill", "distill_beta": 0.0, "distill_alpha": round(share / (1 + share), 9),
             "token_loss": "dft",
             "teacher_model_name_or_path": theirs.get("model_name_or_path"),
-            "max_grad_norm": clip and clip / (1 + share),
+            "max_grad_norm": clip / (1 + share) if clip else None,
         }  # fmt: skip
     if "teacher_model" not in theirs:
         return None
@@ -162,6 +164,10 @@ def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, foun
         _set_token_loss(theirs, found)
         _drop_unused("sft", found)
         losses = _losses("TRL", theirs) if tool == "TRL" else {}
+        if tool == "TRL" and theirs.get("completion_only_loss"):
+            recipe["assistant_only_loss"] = True
+        elif tool == "TRL" and theirs.get("completion_only_loss") is False:
+            found.add_difference("completion_only_loss", False, PROMPTS_MASKED.removeprefix("true; "))
         for name in losses.keys() - set(map(str, SFT_LOSSES)):
             note = "of supervised fine-tuning nll is the only one"
             found.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
@@ -263,23 +269,28 @@ def adapt_online(theirs: Mapping[str, Any], found: Conversion) -> None:
         found.remarks.append(f"loss_type: bnpo   ({LOCAL_MEAN})")
     recipe.setdefault("learning_rate", 1e-6)
     scale = theirs.get("scale_rewards", "group")
-    recipe["scale_rewards"] = {True: "group", False: "none"}.get(scale, str(scale))
-    longest = convert_number(theirs.get("max_completion_length", 256))
-    prompt = convert_number(theirs.get("max_prompt_length") or PROMPT_TOKENS)
+    if not isinstance(scale, bool | str):
+        raise WrongValue.of_key("scale_rewards", scale, "one of group, batch and none", "group")
+    recipe["scale_rewards"] = scale if isinstance(scale, str) else "group" if scale else "none"
+    longest = read_number("max_completion_length", theirs.get("max_completion_length", 256), "256", 1)
+    prompt = read_number("max_prompt_length", theirs.get("max_prompt_length") or PROMPT_TOKENS, str(PROMPT_TOKENS), 1)
     recipe["max_completion_length"], recipe["max_length"] = longest, longest + prompt
     found.remarks.append(f"max_length: {longest + prompt}   (prompts of over {prompt} tokens are dropped here)")
     recipe.pop("packing", None)  # what is sampled is packed here, for the same loss
-    rows, accumulated = (
-        convert_number(theirs.get(key, default))
-        for key, default in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
-    )
-    generations = convert_number(theirs.get("num_generations", 8))
+    rows, accumulated, generations = (
+        int(read_number(key, theirs.get(key, default), str(default), 1))
+        for key, default in (
+            ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1), ("num_generations", 8)
+        )
+    )  # fmt: skip
     recipe.pop("gradient_accumulation_steps", None)
     recipe["global_batch_size"] = max(1, rows * accumulated // generations)
     per_process = f"{rows} x {accumulated} completions, {generations} of each prompt, on one process there"
     found.remarks.append(f"global_batch_size: {recipe['global_batch_size']}   ({per_process}; times the processes)")
-    sampled = convert_number(theirs.get("generation_batch_size") or 0) // rows  # in micro-batches, on one process
-    micro_steps = convert_number(theirs.get("steps_per_generation") or sampled)
+    sampled, micro_steps = (
+        int(read_number(key, theirs.get(key) or 0, "8", 0)) for key in ("generation_batch_size", "steps_per_generation")
+    )
+    micro_steps = micro_steps or sampled // rows  # in micro-batches, on one process
     if micro_steps > accumulated:
         recipe["steps_per_generation"] = micro_steps // accumulated
     if theirs.get("top_k") not in (None, 0, -1):
@@ -304,7 +315,7 @@ def _read_server(theirs: Mapping[str, Any]) -> dict[str, Any]:
     address = theirs.get("vllm_server_base_url") or f"http://{host}:{theirs.get('vllm_server_port', 8000)}"
     keys: dict[str, Any] = {"vllm_server_base_url": address}
     if "vllm_server_timeout" in theirs:
-        keys["vllm_server_timeout"] = float(convert_number(theirs["vllm_server_timeout"]))
+        keys["vllm_server_timeout"] = float(read_number("vllm_server_timeout", theirs["vllm_server_timeout"], "240"))
     if theirs.get("vllm_importance_sampling_correction", True):
         keys["importance_sampling_correction"] = theirs.get("vllm_importance_sampling_mode", "sequence_mask")
         for bound, other in (("clip_max", "cap"), ("clip_min", "clip_min")):
@@ -314,7 +325,9 @@ def _read_server(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _add_rewards(names: list[str] | str, found: Conversion) -> None:
+def _add_rewards(names: Any, found: Conversion) -> None:
+    if not isinstance(names, list | str):
+        raise WrongValue.of_key("reward_funcs", names, "a list of names", "[think_format_reward]")
     rewards = []
     for name in [names] if isinstance(names, str) else names:
         module, _, function = str(name).rpartition(".")

@@ -20,7 +20,8 @@ from finetune.convert.objectives import (
     find_rounding,
     find_unsupported_losses,
 )
-from finetune.convert.rules import read_section, shorten
+from finetune.convert.rules import read_section
+from finetune.convert.their_values import shorten
 from finetune.errors import UserError
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")

@@ -1,7 +1,6 @@
 """How a file of another tool becomes ours: values kind by kind, several keys together, entries of data sets."""
 
 import fnmatch
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from finetune.config.optimization import OPTIMIZERS, convert_optimizer
 from finetune.config.other_tools import ENTRY_KEYS, NF4_OF_TORCHAO, Counterpart, Tool
 from finetune.config.quantization import QLORA
 from finetune.config.schema import recipe_keys
+from finetune.convert.their_values import convert_number, read_number, shorten
 from finetune.errors import UserError
 
 DIONS_MUON = (
@@ -46,12 +46,6 @@ class Conversion:
             self.differences.append(line + end)
         else:  # one reason, one line
             self.differences[same] = f"{self.differences[same].removesuffix(end)}, {line}{end}"
-
-
-def shorten(value: Any) -> str:
-    """A value of theirs as JSON, cut at 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
@@ -183,20 +177,6 @@ def read_section(theirs: Mapping[str, Any], key: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def convert_number(value: Any) -> Any:
-    """Numbers that YAML 1.1 reads as text (2e-5).
-
-    >>> convert_number("2e-5"), convert_number("auto")
-    (2e-05, 'auto')
-    """
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
 def convert_names(value: Any) -> list[str] | None:
     """A list of names, which may be written with commas between them.
 
@@ -266,8 +246,8 @@ def _convert_tracker(pair: Counterpart, value: Any) -> Any:
     return wanted[0] if wanted else LEAVE
 
 
-def _convert_steps(value: Any) -> Any:
-    number = convert_number(value)
+def _convert_steps(key: str, value: Any) -> Any:
+    number = read_number(key, value, "100") if value else 0
     is_share = isinstance(number, float) and 0 < number < 1
     return number if is_share else LEAVE if not number or number < 0 else int(number)
 
@@ -293,7 +273,6 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "dtype": lambda value: {"auto": LEAVE, **DTYPES}.get(str(value).rsplit(".", 1)[-1]),
     "resume": lambda value: "auto" if value is True else LEAVE if value in (False, "false") else str(value),
     "overlength": lambda value: OVERLENGTH.get(str(value)),
-    "steps": _convert_steps,
     "names": convert_names,
     "parameters": _convert_parameters,
     "module-patterns": _convert_patterns,
@@ -319,9 +298,11 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             return recipe.get("lr_scheduler_kwargs", {}) | {pair.theirs.rsplit(".", 1)[-1]: convert_number(value)}
         case "optimizer-flag":
             return convert_optimizer(pair.theirs.removeprefix("use_")) if value else LEAVE
+        case "steps":
+            return _convert_steps(pair.theirs, value)
         case "min-rate":
-            rate = convert_number(recipe.get("learning_rate"))
-            return round(convert_number(value) / rate, 9) if rate else None
+            lowest, rate = read_number(pair.theirs, value, "1e-6"), convert_number(recipe.get("learning_rate"))
+            return round(lowest / rate, 9) if isinstance(rate, int | float) and rate else None
     return CONVERTERS[pair.carry](value)
 
 
@@ -335,7 +316,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "tags.content_tag": ("content", "value"), "tags.user_tag": ("user", "human"),
     "tags.assistant_tag": ("assistant", "gpt"), "tags.observation_tag": ("tool", "observation"),
     "tags.function_tag": ("function_call",), "tags.system_tag": ("system",), "columns.tools": ("tools",),
-    "columns.history": ("history",), "columns.images": ("images", "image"),
+    "columns.images": ("images", "image"),
     "conversation_style": ("sharegpt", "openai"), "answer_only_loss_mask": (True,),
     "template_thinking_key": ("thinking",), "field_thinking": ("thinking",), "data_files": ([],),
 }  # fmt: skip

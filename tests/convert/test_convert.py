@@ -11,10 +11,10 @@ import yaml
 
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.other_tools import TOOLS
+from finetune.config.other_tools import TOOLS, Tool
 from finetune.config.reader import foreign_names, read_recipe
 from finetune.config.schema import recipe_keys
-from finetune.convert.conversion import EXIT_TO_DO, convert_file
+from finetune.convert.conversion import EXIT_TO_DO, convert_file, read_back
 from finetune.convert.model_names import TEMPLATES, guess_family
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError
@@ -814,6 +814,108 @@ def test_a_section_of_another_shape_is_no_traceback(tmp_path: Path, section: str
         assert str(tmp_path) in str(error)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "lines", "expected"),
+    [
+        (AXOLOTL.replace("lr_scheduler: cosine\n", ""), ["lr_scheduler: constant", "warmup_steps: 10"], {"warmup_steps": 0}),
+        (TRL, ["lr_scheduler_type: constant", "warmup_steps: 10"], {"warmup_steps": 0, "warmup_ratio": 0.0}),
+        (TRL, ["lr_scheduler_type: constant", "warmup_ratio: 0.1"], {"warmup_steps": 0, "warmup_ratio": 0.0}),
+        (LLAMA_FACTORY, ["packing: false", "neat_packing: true"], {"packing": True}),
+        (LLAMA_FACTORY, ["packing: true", "neat_packing: false"], {"packing": True}),
+        (LLAMA_FACTORY, ["packing: false", "neat_packing: false"], {"packing": False}),
+        (LLAMA_FACTORY, ["use_muon: true", "optim: adamw_torch"], {"optim": "muon"}),
+        (AXOLOTL.replace("lora_target_linear: true\n", ""), ["lora_target_linear: true", "lora_target_modules: [q_proj]"], {"lora_target_modules": "all-linear"}),
+    ],
+)  # fmt: skip
+def test_the_order_of_keys_changes_nothing(
+    converted: Convert, theirs: str, lines: list[str], expected: dict[str, object]
+) -> None:
+    made = [converted(theirs + "\n".join(order) + "\n")[0] for order in (lines, lines[::-1])]
+    assert made[0] == made[1] and expected == {key: made[0].get(key) for key in expected}
+
+
+def test_trls_mask_of_prompts_decides_what_is_trained(converted: Convert) -> None:
+    ours, said, _ = converted(TRL + "completion_only_loss: true\nassistant_only_loss: false\n")
+    assert ours.get("assistant_only_loss", True) and "completion_only_loss" not in said
+    ours, said, _ = converted(TRL + "completion_only_loss: false\n")
+    assert ours["assistant_only_loss"] is False
+    assert "completion_only_loss: false   (of a prompt and its completion in two columns the prompt is never" in said
+    _, said, _ = converted(LLAMA_FACTORY + "completion_only_loss: true\n")
+    assert "completion_only_loss: true   (not known here)" in said
+
+
+def test_a_list_of_torchtunes_data_sets_is_packed(converted: Convert) -> None:
+    entry = {"_component_": "torchtune.datasets.chat_dataset", "conversation_column": "messages"}
+    for packed in (True, False):
+        rows = [entry | {"source": source, "packed": packed} for source in ("a/b", "a/c")]
+        ours, said, _ = converted(yaml.safe_dump(yaml.safe_load(TORCHTUNE) | {"dataset": rows}))
+        assert ours.get("packing", True) is packed and "packed" not in said
+
+
+def test_shares_of_a_mixer_are_kept_exactly(converted: Convert, tmp_path: Path) -> None:
+    mixer = "dataset_mixer: {a/b: 0.125, a/c: 0.004, a/d: '0.5', a/e: 0.29, a/f: 0, a/g: 1}\n"
+    ours, said, _ = converted("model_name_or_path: org/model\n" + mixer)
+    assert ours["datasets"] == [
+        {"path": "a/b", "split": "train", "weight": 0.125},
+        {"path": "a/c", "split": "train", "weight": 0.004},
+        {"path": "a/d", "split": "train[:50%]"},
+        {"path": "a/e", "split": "train[:29%]"},
+        {"path": "a/g", "split": "train"},
+    ]
+    assert "dataset_mixer: a/b: 0.125, a/c: 0.004   (a share that no slice names exactly" in said
+    for wrong in ("dataset_mixer: {a/b: half}\n", "dataset_mixer: {a/b: 1}\ndataset_configs: [x, y]\n"):
+        (tmp_path / "theirs.yaml").write_text("model_name_or_path: org/model\n" + wrong)
+        with pytest.raises(UserError, match=r"theirs.yaml: dataset_(mixer.a/b|configs): .* is expected, found"):
+            convert_file(tmp_path / "theirs.yaml")
+
+
+def test_a_history_is_reported_where_the_form_does_not_read_it(converted: Convert, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    columns = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+    for renamed, is_read in (({}, True), ({"prompt": "question", "query": None}, False)):
+        info = {"hf_hub_url": "org/rows", "columns": columns | renamed}
+        (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"questions": info}))
+        _, said, _ = converted(LLAMA_FACTORY)
+        assert ('columns.history: "history"   (type alpaca reads' in said) is not is_read
+
+
+def test_no_limit_of_length_is_none_here(converted: Convert) -> None:
+    ours, said, _ = converted(TRL.replace("max_seq_length: 1024", "max_length: null"))
+    assert (ours["max_length"], ours["overlength"]) == (8192, "error")
+    assert "no limit of length there" in said
+
+
+ODD = ("auto", [1], {"a": 1}, True, float("nan"), None, 0, -1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "tool"),
+    [(TRL, "TRL"), (AXOLOTL, "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TORCHTUNE, "torchtune"), (AUTOMODEL, "Automodel")],
+)  # fmt: skip
+def test_an_odd_value_is_converted_or_one_sentence(tmp_path: Path, theirs: str, tool: Tool) -> None:
+    """Each key with one of the odd values in turn, keys of numbers with each of them."""
+    path = tmp_path / "theirs.yaml"
+    keys = [(pair.theirs.split("."), pair.carry in ("steps", "min-rate")) for pair in TOOLS[tool] if pair.has_effect]
+    for i, (names, is_number) in enumerate(keys):
+        for value in ODD if is_number else ODD[i % len(ODD) :][:1]:
+            file = section = yaml.safe_load(theirs)
+            for name in names[:-1]:
+                section[name] = section[name] if isinstance(section.get(name), dict) else {}
+                section = section[name]
+            section[names[-1]] = value
+            path.write_text(yaml.safe_dump(file))
+            try:
+                read_back(convert_file(path).recipe)
+            except UserError as error:
+                assert str(error).startswith(str(path)) and "\n" not in str(error)
+
+
+def test_a_number_of_steps_that_is_none_names_key_and_value(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(TRL + "save_steps: auto\n")
+    with pytest.raises(UserError, match=r'theirs.yaml: save_steps: a number is expected, found "auto"; write one'):
+        convert_file(tmp_path / "theirs.yaml")
+
+
 def test_tokens_of_other_tools(converted: Convert) -> None:
     tokens = "tokens: ['<a>', '<b>']\neot_tokens: ['<b>']\nresize_token_embeddings_to_32x: true\n"
     special = "special_tokens: {eos_token: '<b>', pad_token: '<p>', additional_special_tokens: ['<c>', '<a>']}\n"
@@ -1020,7 +1122,8 @@ def test_a_mixture_in_few_bits_is_converted_with_its_experts(converted: Convert,
     ours, said, _ = converted(glm + "quantize_moe_experts: true\n")
     assert ours["load_in_4bit"] is True and "experts" not in said
     assert "a mixture's experts are quantized here too; there only linear layers are" in converted(glm)[1]
-    flash = theirs.replace("{}", "zai-org/GLM-4.7-Flash") + "lora_target_modules: [q_proj, o_proj]\n"
+    named = theirs.replace("lora_target_linear: true", "lora_target_modules: [q_proj, o_proj]")
+    flash = named.replace("{}", "zai-org/GLM-4.7-Flash")
     assert converted(flash)[0]["lora_target_modules"] == ["o_proj"]  # its queries come out of a latent
     hybrid, said, _ = converted(theirs.replace("{}", "LiquidAI/LFM2-8B-A1B"))
     assert hybrid["packing"] is True  # each document starts with a new state

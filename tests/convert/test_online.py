@@ -12,6 +12,7 @@ from finetune.config.schema import recipe_keys
 from finetune.convert.conversion import convert_file
 from finetune.convert.recognize import Refusal
 from finetune.convert.rules import Conversion
+from finetune.errors import UserError
 from tests.training.layouts import steps_of, train_all, write_config
 
 TRL = "model_name_or_path: a/model\ndataset_name: a/prompts\nreward_funcs: [think_format_reward]\n"
@@ -48,6 +49,24 @@ def test_what_is_done_otherwise_is_listed(tmp_path: Path) -> None:
     found = convert(TRL + "top_p: 0.9\ntop_k: 50\ndelta: 2.0\ntop_entropy_quantile: 0.2\n", tmp_path)
     assert sorted(line.split(":")[0] for line in found.differences) == ["delta", "top_entropy_quantile", "top_p"]
     assert {"GRPO with delta", "GRPO with top_entropy_quantile"} <= set(found.missing_capabilities)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_completion_length", "null"), ("max_prompt_length", "auto"), ("num_generations", "0"),
+        ("per_device_train_batch_size", "[1]"), ("gradient_accumulation_steps", "auto"), ("scale_rewards", "[1]"),
+        ("reward_funcs", "true"), ("generation_batch_size", "auto"), ("steps_per_generation", "{a: 1}"),
+        ("vllm_server_timeout", "auto"),
+    ],
+)  # fmt: skip
+def test_a_value_that_the_tool_does_not_read_is_one_sentence(key: str, value: str, tmp_path: Path) -> None:
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    text = yaml.safe_dump(yaml.safe_load(TRL) | server | {key: yaml.safe_load(value)})
+    with pytest.raises(
+        UserError, match=rf"^\S+theirs.yaml: {key}: .* is expected, found .*; write one, such as {key}: "
+    ):
+        convert(text, tmp_path)
 
 
 def test_a_server_that_samples_is_one_here(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""alignment-handbook's mixtures, in files for TRL's trainers: names of data sets with shares of their rows."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.convert.rules import Conversion, Sources, TheirEntry, list_entries, make_sources
+from finetune.convert.their_values import WrongValue, read_number
+
+DRAWN = "a share that no slice names exactly: drawn by the seed here, the first rows there"
+
+
+def read_mixer(theirs: Mapping[str, Any], found: Conversion) -> tuple[Sources, Sources]:
+    """(the entries, those held out) of the older dataset_mixer. A share of whole percents is a slice, else a weight."""
+    mixer, splits = theirs.get("dataset_mixer"), theirs.get("dataset_splits") or ["train", "test"]
+    if not isinstance(mixer, dict) or not isinstance(splits, list):
+        return [], []
+    names = theirs.get("dataset_configs") or [None] * len(mixer)
+    if not isinstance(names, list) or len(names) != len(mixer):
+        raise WrongValue.of_key("dataset_configs", names, "a list with a name for each data set", "[default]")
+    shares = [
+        (path, read_number(f"dataset_mixer.{path}", share, "0.5", 0), name)
+        for (path, share), name in zip(mixer.items(), names, strict=True)
+    ]
+
+    def cut(split: Any, share: float) -> dict[str, Any]:
+        percent = round(100 * share, 9)
+        if share >= 1 or percent % 1 == 0:
+            return {"split": f"{split}[:{percent:.0f}%]" if share < 1 else str(split)}
+        return {"split": str(split), "weight": share}
+
+    def of(split: Any, *, is_cut: bool) -> Sources:
+        return [
+            make_sources([path], name=name, **(cut(split, share) if is_cut else {"split": str(split)}))[0]
+            for path, share, name in shares
+            if share > 0
+        ]
+
+    train = [entry for split in splits if "train" in str(split) for entry in of(split, is_cut=True)]
+    if drawn := [f"{entry['path']}: {entry['weight']}" for entry in train if "weight" in entry]:
+        found.remarks.append(f"dataset_mixer: {', '.join(drawn)}   ({DRAWN})")
+    return train, [entry for split in splits if "test" in str(split) for entry in of(split, is_cut=False)]
+
+
+def read_mixture(theirs: Mapping[str, Any], source: Path, found: Conversion) -> list[TheirEntry]:
+    """The entries of its dataset_mixture, in TRL's names."""
+    mixture = theirs.get("dataset_mixture")
+    if not isinstance(mixture, dict):
+        return []
+    if mixture.get("test_split_size"):
+        found.recipe["eval_split_size"] = mixture["test_split_size"]
+    entries = list_entries(mixture.get("datasets"), "dataset_mixture.datasets", source)
+    for entry in entries:
+        entry.unread |= {"path": entry.take("id"), "name": entry.take("config")}
+        columns = entry.unread.get("columns")
+        if isinstance(columns, list) and len(columns) == 1:
+            entry.take("columns")
+            entry.unread["messages_column"] = columns[0]
+    return entries
