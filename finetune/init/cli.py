@@ -227,7 +227,8 @@ def _check_output(output: str, overwrite: bool) -> str:
     """`output`. Raises `UserError` where it is no recipe's name, or exists."""
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{output}: a recipe's name ends in .yaml; write --output {path.with_suffix('.yaml')}")
+        example = path / "my_recipe.yaml" if path.name in ("", "..") else path.with_suffix(".yaml")
+        raise UserError(f"{output or 'an empty name'}: a recipe's name ends in .yaml; write --output {example}")
     if path.exists() and not overwrite:
         raise UserError(f"{output}: exists; choose another --output, or replace it with --overwrite")
     return output
@@ -236,6 +237,8 @@ def _check_output(output: str, overwrite: bool) -> str:
 def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummary:
     flags = {key: getattr(options, key) for key in COLUMN_FLAGS}
     named: dict[str, Any] = {"function" if ".py:" in path else "path": path}
+    if "function" in named and not file_of(path).is_file():
+        raise UserError(f"--data: {path}: no such file; name a function as my_data.py:rows")
     source = DatasetSource(**named, name=options.data_name, split=options.split, **flags)
     first, taken = read_first_rows(source)
     kind = KINDS.get(options.method) or find_kind(first[0], source)
@@ -367,7 +370,7 @@ def _read_memory(text: str) -> str:
 
 
 def _read_count(text: str) -> int:
-    if not text.isdecimal() or int(text) > 100_000:
+    if not text.isdecimal() or len(text) > 6 or int(text) > 100_000:
         raise UserError(f"--gpus: {text}: a number of GPUs is expected")
     return int(text)
 
@@ -375,7 +378,7 @@ def _read_count(text: str) -> int:
 def _given_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[Keys, float]:
     """The keys that do not depend on the hardware, and the full rows that they make of the data."""
     positions = config.get("max_position_embeddings")
-    max_length = choose_max_length(data, positions if isinstance(positions, int) else None)
+    max_length = choose_max_length(data, positions if isinstance(positions, int) and positions > 1 else None)
     entry = {key: value for key in data.source.__slots__ if (value := getattr(data.source, key)) not in (None, "")}
     keys: Keys = {
         "model_name_or_path": model,
