@@ -240,11 +240,11 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
     if "function" in named and not file_of(path).is_file():
         raise UserError(f"--data: {path}: no such file; name a function as my_data.py:rows")
     source = DatasetSource(**named, name=options.data_name, split=options.split, **flags)
-    first, taken = read_first_rows(source)
+    first, places, taken = read_first_rows(source)
     kind = KINDS.get(options.method) or find_kind(first[0], source)
     if kind == "answers":
         source = choose_columns(first[0], source, has_chat_template(model))
-    found = summarize_data(source, first, taken, kind, model)
+    found = summarize_data(source, first, places, taken, kind, model)
     rows = counted(found.rows, "row") if found.is_counted else f"more than {counted(found.rows, 'row')}"
     by = "" if found.is_tokenized else " (a guess from their characters)"
     print(f"data    {path}: {rows}, read as {found.format}, about {found.mean_tokens:,.0f} tokens each{by}")
@@ -261,9 +261,12 @@ def choose_columns(row: Mapping[str, Any], source: DatasetSource, has_template: 
         try:
             found = parse_row(row, source)
         except BadRow as error:
-            if not str(error).startswith("unknown format"):
+            is_unknown = str(error).startswith("unknown format")
+            is_null = row.get(str(error).partition(":")[0], error) is None  # another column may hold the text
+            guessed = _guess_columns(row, source) if is_unknown or is_null else None
+            if guessed is None and not is_unknown:
                 raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
-            source = _guess_columns(row, source) or _ask_columns(row, source)
+            source = guessed or _ask_columns(row, source)
         else:
             if pair := find_common_pair(row, source):  # a recipe says what was recognized
                 source = replace(source, prompt_column=pair[0], completion_column=pair[1])

@@ -163,6 +163,7 @@ def test_what_only_an_accelerate_file_can_say_is_not_chosen(llama: Path, tmp_pat
         ({"Question": "a", "Answer": "b"}, {"prompt_column": "Question", "completion_column": "Answer", "type": "messages"}),
         ({"prompt": "a", "completion": "b"}, {"prompt_column": "prompt", "completion_column": "completion", "type": "messages"}),
         ({"body": "a", "id": 7}, {"text_column": "body"}),
+        ({"text": None, "body": "a"}, {"text_column": "body"}),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )  # fmt: skip
@@ -209,6 +210,10 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
     pairs = write_rows(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     empty = write_rows(tmp_path / "empty.jsonl")
     counts = write_rows(tmp_path / "counts.jsonl", {"question": "1+2", "answer": 3})
+    null = write_rows(tmp_path / "null.jsonl", {"prompt": "a", "completion": None})
+    later = write_rows(
+        tmp_path / "later.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}
+    )
     table = tmp_path / "table.csv"
     table.write_text("question;answer\nWhy?;So.\n")
     gpu = ("--gpus", 1, "--gpu-memory", "80GiB")
@@ -224,6 +229,8 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         (("--model", llama, "--data", "./gone.jsonl"), "./gone.jsonl: no such file or folder"),
         (("--model", llama, "--data", empty), f"{empty}: has no rows"),
         (("--model", llama, "--data", rows), f"{rows}: its columns are u, v; say which to read with --prompt-column"),
+        (("--model", llama, "--data", null), f"{null}: completion: text is expected, found nothing"),
+        (("--model", llama, "--data", later), f"{later}:2: completion: text is expected, found nothing"),
         (("--model", llama, "--data", ""), "--data: empty; leave the flag out to be asked, or give a value"),
         (
             ("--model", llama, "--data", pairs, "--method", "lora"),
@@ -232,7 +239,7 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         ),
         (("--model", llama, "--data", counts), f"{counts}: answer: text is expected, found 3 (int); write it as text"),
         (("--model", llama, "--data", table), f"{table}: its columns are separated by semicolons, where commas are"),
-        (("--model", llama, "--data", rows, "--prompt-column", "w"), f"{rows}: w: text is expected, found "),
+        (("--model", llama, "--data", rows, "--prompt-column", "w"), f"{rows}:1: w: text is expected, found "),
         (("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "two"), "--gpus: two: a number of GPUs"),
         (("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "9" * 5000), "--gpus: 9999"),
         (
