@@ -6,6 +6,7 @@ from pathlib import Path
 from finetune.errors import UserError
 
 GIB, MIB = 1 << 30, 1 << 20
+LARGEST_SIZE = 1 << 60
 UNITS = {
     "": 1, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
@@ -15,17 +16,19 @@ UNITS = {
 def read_size(text: str) -> int:
     """Bytes from text such as 80GiB, 5 GB or a bare number: 5GB is 5·10⁹, 5GiB and 5G are 5·2³⁰.
 
-    Raises `UserError` for what is no size, or none at all.
+    Raises `UserError` for what is no size, none at all, or more than 1 EiB.
 
     >>> read_size("80GiB") == 80 * 2**30, read_size("1.5gb")
     (True, 1500000000)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = UNITS.get(match[2].lower()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
-    if size <= 0:
+    size = float(match[1]) * unit if match and unit else 0.0
+    if size > LARGEST_SIZE:
+        raise UserError(f"{text}: more than 1 EiB; write a number and a unit, for example 80GiB or 500MB")
+    if size < 1:
         raise UserError(f"{text}: not a size; write a number and a unit, for example 80GiB or 500MB")
-    return size
+    return int(size)
 
 
 def read_gpu_memory(text: str) -> str:

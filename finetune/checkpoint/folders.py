@@ -267,9 +267,21 @@ def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
     """The published checkpoints of a run, in order of step. Raises `UserError` where there are none."""
     published = list_checkpoints(run)
     if not published:
-        where = "has no checkpoints yet" if run.is_dir() else "no such folder; name a run's, such as runs/quickstart"
-        raise UserError(f"{run}: {where}")
+        raise UserError(f"{run}: {_why_none(run)}")
     return [_summarize(step, path, find_problems(path, checksums=checksums)) for step, path in published]
+
+
+def _why_none(run: Path) -> str:
+    """What is wrong with a folder in which no checkpoints are."""
+    if not run.is_dir():
+        return "no such folder; name a run's, such as runs/quickstart"
+    if (run / "recipe.yaml").is_file() or (run / "metrics.jsonl").is_file():
+        return "has no checkpoints yet"
+    at = run.absolute()
+    above = {"checkpoints": at.parent}.get(at.name, at.parent.parent if NAME.fullmatch(at.name) else None)
+    if above is not None and list_checkpoints(above):
+        return f"a part of a run; name the run's folder, {above}"
+    return "no run's folder, for it has neither recipe.yaml nor metrics.jsonl; name a run's, such as runs/quickstart"
 
 
 def format_list(run: Path, found: list[Summary], verified: bool) -> list[str]:

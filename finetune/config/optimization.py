@@ -252,7 +252,7 @@ def count_offloaded_bytes(numel: int, itemsizes: Iterable[int]) -> int:
 class Optimization:
     """How the parameters move."""
 
-    num_train_epochs: Annotated[float, Gt(0), SameOnResume, "How often the data is gone through."] = 1.0
+    num_train_epochs: Annotated[float, Gt(0), Le(1_000_000), SameOnResume, "How often the data is gone through."] = 1.0
     max_steps: Annotated[Positive | None, SameOnResume, ReadAs(-1, None),
         "Optimizer steps; overrides num_train_epochs. null, or -1 as in Transformers: num_train_epochs decides."] = None
     learning_rate: Annotated[float, Gt(0), "The peak learning rate."] = 2e-5

@@ -171,6 +171,9 @@ class _Checked:
 
 def find_file(name: str, folder: Path, what: str) -> Path:
     """The file that `name` means: a path, or a name (with or without .yaml) in `folder`."""
+    article = "an" if what[0] in "AEIOU" else "a"
+    if not name:
+        raise UserError(f"the name of {article} {what} is empty; give a path, or a name of those in {folder}")
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     for candidate in (Path(name), Path(f"{name}.yaml"), shown / name, shown / f"{name}.yaml"):
         if candidate.is_file():
@@ -178,7 +181,7 @@ def find_file(name: str, folder: Path, what: str) -> Path:
     if Path(name).is_dir():
         of_run = Path(name) / "recipe.yaml"
         hint = f"did you mean {of_run}?" if of_run.is_file() and folder == RECIPES else f"name the {what}'s file"
-        raise UserError(f"{name}: a folder, not a {what}; {hint}")
+        raise UserError(f"{name}: a folder, not {article} {what}; {hint}")
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     close = difflib.get_close_matches(Path(name).stem, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""

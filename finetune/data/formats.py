@@ -226,6 +226,7 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
         return "messages"
     if found is not None:
         return found
+    _refuse_null_column(row, present)
     known = (" + ".join(facts.columns[0]) + (f" ({facts.note})" if facts.note else "") for facts in FORMATS.values())
     hint = "Name the columns (prompt_column and completion_column, messages_column or text_column)"
     for chosen, rejected in (("chosen", "rejected"), ("response_w", "response_l")):
@@ -238,6 +239,16 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
     raise BadRow(
         f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: {', '.join(known)}. {hint}"
     )
+
+
+def _refuse_null_column(row: Row, present: set[str]) -> None:
+    """Raises `BadRow` where a row has all columns of a known format, but no value in one of them."""
+    whole = [(name, c) for name, facts in FORMATS.items() for c in facts.columns if row.keys() >= set(c)]
+    if whole:
+        name, columns = max(whole, key=lambda each: len(present.intersection(each[1])))
+        expected = "text" if name in ("alpaca", "prompt_completion", "text") else "a value"
+        null = next(column for column in columns if column not in present)
+        raise BadRow(f"{null}: {expected} is expected, found nothing")
 
 
 def _check_preference(columns: Columns, row_format: str, source: DatasetSource) -> None:

@@ -53,6 +53,8 @@ STYLES = {"prompt": UNTRAINED[0], "other": "\033[31m", "trained": TRAINED[0], "u
 
 def inspect_command(options: argparse.Namespace) -> int:
     """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop training, else 0."""
+    if options.html is not None and Path(options.html).suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--html: {options.html}: a page's name ends in .html; write for example --html page.html")
     recipe = _build_recipe(options)
     tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
     train, report = preview_data(recipe, tokenizer, alone())

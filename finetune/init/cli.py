@@ -227,7 +227,8 @@ def _check_output(output: str, overwrite: bool) -> str:
     """`output`. Raises `UserError` where it is no recipe's name, or exists."""
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{output}: a recipe's name ends in .yaml; write --output {path.with_suffix('.yaml')}")
+        example = path / "my_recipe.yaml" if path.name in ("", "..") else path.with_suffix(".yaml")
+        raise UserError(f"{output or 'an empty name'}: a recipe's name ends in .yaml; write --output {example}")
     if path.exists() and not overwrite:
         raise UserError(f"{output}: exists; choose another --output, or replace it with --overwrite")
     return output
@@ -236,12 +237,14 @@ def _check_output(output: str, overwrite: bool) -> str:
 def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummary:
     flags = {key: getattr(options, key) for key in COLUMN_FLAGS}
     named: dict[str, Any] = {"function" if ".py:" in path else "path": path}
+    if "function" in named and not file_of(path).is_file():
+        raise UserError(f"--data: {path}: no such file; name a function as my_data.py:rows")
     source = DatasetSource(**named, name=options.data_name, split=options.split, **flags)
-    first, taken = read_first_rows(source)
+    first, places, taken = read_first_rows(source)
     kind = KINDS.get(options.method) or find_kind(first[0], source)
     if kind == "answers":
         source = choose_columns(first[0], source, has_chat_template(model))
-    found = summarize_data(source, first, taken, kind, model)
+    found = summarize_data(source, first, places, taken, kind, model)
     rows = counted(found.rows, "row") if found.is_counted else f"more than {counted(found.rows, 'row')}"
     by = "" if found.is_tokenized else " (a guess from their characters)"
     print(f"data    {path}: {rows}, read as {found.format}, about {found.mean_tokens:,.0f} tokens each{by}")
@@ -258,9 +261,12 @@ def choose_columns(row: Mapping[str, Any], source: DatasetSource, has_template: 
         try:
             found = parse_row(row, source)
         except BadRow as error:
-            if not str(error).startswith("unknown format"):
+            is_unknown = str(error).startswith("unknown format")
+            is_null = row.get(str(error).partition(":")[0], error) is None  # another column may hold the text
+            guessed = _guess_columns(row, source) if is_unknown or is_null else None
+            if guessed is None and not is_unknown:
                 raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
-            source = _guess_columns(row, source) or _ask_columns(row, source)
+            source = guessed or _ask_columns(row, source)
         else:
             if pair := find_common_pair(row, source):  # a recipe says what was recognized
                 source = replace(source, prompt_column=pair[0], completion_column=pair[1])
@@ -367,7 +373,7 @@ def _read_memory(text: str) -> str:
 
 
 def _read_count(text: str) -> int:
-    if not text.isdecimal() or int(text) > 100_000:
+    if not text.isdecimal() or len(text) > 6 or int(text) > 100_000:
         raise UserError(f"--gpus: {text}: a number of GPUs is expected")
     return int(text)
 
@@ -375,7 +381,7 @@ def _read_count(text: str) -> int:
 def _given_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[Keys, float]:
     """The keys that do not depend on the hardware, and the full rows that they make of the data."""
     positions = config.get("max_position_embeddings")
-    max_length = choose_max_length(data, positions if isinstance(positions, int) else None)
+    max_length = choose_max_length(data, positions if isinstance(positions, int) and positions > 1 else None)
     entry = {key: value for key in data.source.__slots__ if (value := getattr(data.source, key)) not in (None, "")}
     keys: Keys = {
         "model_name_or_path": model,

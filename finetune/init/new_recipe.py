@@ -23,7 +23,7 @@ from finetune.data.tokenize import READERS
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, advise
 from finetune.plan.plan import Plan, make_plan
-from finetune.units import counted, gib, read_size
+from finetune.units import counted, gib, name_place, read_size
 
 ROWS_READ = 1000  # of a data set, from its beginning
 CHARACTERS_A_TOKEN = 3.0  # English has some 4; code, numbers and other languages fewer
@@ -47,31 +47,38 @@ class DataSummary:
     sample: tuple[dict[str, Any], ...] = ()  # the rows that were read
 
 
-def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], int]:
-    """(the first rows of `source` that can be read, how many were taken). Raises `UserError` where there are none."""
+def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], list[str], int]:
+    """(the first rows of `source` that can be read, the place of each, how many were taken).
+
+    Raises `UserError` where there are none.
+    """
     rows: list[dict[str, Any]] = []
+    places: list[str] = []
     bad: list[str] = []
     taken = 0
     for batch in read_rows(source, streaming=True):
         for number, row in zip(batch.numbers, batch.rows, strict=True):
-            bad += [f"{batch.file}:{number}: {row}"] if isinstance(row, BadRow) else []
+            place = name_place(batch.file, number)
+            bad += [f"{place}: {row}"] if isinstance(row, BadRow) else []
             rows += [row] if not isinstance(row, BadRow) else []
+            places += [place] if not isinstance(row, BadRow) else []
             taken += 1
         if taken >= ROWS_READ:
             break
     if not rows:
         raise UserError(bad[0] if bad else f"{source.origin}: has no rows")
-    return rows[:ROWS_READ], taken
+    return rows[:ROWS_READ], places[:ROWS_READ], taken
 
 
 def summarize_data(
-    source: DatasetSource, rows: list[dict[str, Any]], taken: int, kind: RowKind, model: str
+    source: DatasetSource, rows: list[dict[str, Any]], places: list[str], taken: int, kind: RowKind, model: str
 ) -> DataSummary:
     """What the first rows of `source` show of it.
 
     Args:
         source: With the columns that a recipe has to name.
         rows: Those that were read.
+        places: Of each, for messages.
         taken: How many were taken for them, bad ones included.
         kind: What the method reads of them.
         model: A tokenizer in this folder counts their tokens.
@@ -79,7 +86,7 @@ def summarize_data(
     Raises:
         UserError: A row does not have the columns.
     """
-    read = [_read(row, source, kind) for row in rows]
+    read = [_read(row, place, source, kind) for row, place in zip(rows, places, strict=True)]
     documents = [document for row in read for group in row.groups for document in group.documents]
     files = () if source.function else list_files(source)
     lengths, is_tokenized = count_tokens(documents, Path(model))
@@ -109,11 +116,11 @@ def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
     return "ratings" if is_rated else "answers"
 
 
-def _read(row: Mapping[str, Any], source: DatasetSource, kind: RowKind) -> ParsedRow:
+def _read(row: Mapping[str, Any], place: str, source: DatasetSource, kind: RowKind) -> ParsedRow:
     try:
         return READERS[kind](row, source)
     except BadRow as error:
-        raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
+        raise UserError(f"{place}: {name_flags(str(error))}") from None
 
 
 def name_flags(text: str) -> str:

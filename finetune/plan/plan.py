@@ -277,7 +277,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     """Prints the plan of `arguments.recipe`. Returns 1 where it does not fit --gpu-memory, else 0."""
     if arguments.gpu_memory is not None and (read := read_gpu_memory(arguments.gpu_memory)) != arguments.gpu_memory:
         print(f"--gpu-memory {arguments.gpu_memory}: read as {read}", file=sys.stderr)
-    limit = None if arguments.gpu_memory is None else read_size(read_gpu_memory(arguments.gpu_memory))
+    limit = None if arguments.gpu_memory is None else _read_size("--gpu-memory", read_gpu_memory(arguments.gpu_memory))
     if limit is not None and limit < MIB:
         raise UserError(f"--gpu-memory {arguments.gpu_memory}: is {limit} bytes; write a unit, for example 80GiB")
     mfu = ASSUMED_MFU if arguments.mfu is None else arguments.mfu
@@ -285,6 +285,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
         raise UserError(f"--mfu {mfu}: must be above 0 and at most 1; for example --mfu 0.4")
     if arguments.num_processes is not None and arguments.num_processes < 1:
         raise UserError(f"--num-processes {arguments.num_processes}: a run has at least one rank")
+    if arguments.num_processes is not None and arguments.num_processes > 100_000:
+        raise UserError(f"--num-processes {arguments.num_processes}: a run has at most 100,000 ranks")
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     ranks = arguments.num_processes or _assume_ranks(recipe, arguments.config)
     sharding = read_planned_sharding(recipe, arguments.config, ranks)
@@ -305,9 +307,18 @@ def plan_command(arguments: argparse.Namespace) -> int:
 def _read_links(arguments: argparse.Namespace) -> Links:
     usual = Links()
     within, between = (
-        None if text is None else float(read_size(text)) for text in (arguments.gpu_link, arguments.network)
+        None if text is None else float(_read_size(flag, text))
+        for flag, text in (("--gpu-link", arguments.gpu_link), ("--network", arguments.network))
     )
     return Links(within or usual.within_node, between or usual.between_nodes)
+
+
+def _read_size(flag: str, text: str) -> int:
+    """`read_size` of what `flag` gave; its `UserError` names the flag."""
+    try:
+        return read_size(text)
+    except UserError as error:
+        raise UserError(f"{flag}: {error}") from None
 
 
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:

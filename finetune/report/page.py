@@ -287,12 +287,13 @@ def report_command(arguments: argparse.Namespace) -> int:
         return _serve(arguments)
     if arguments.port is not None:
         raise UserError("--port: has no effect without --serve; add it, or leave --port out")
+    if arguments.output and Path(arguments.output).suffix.lower() not in (".html", ".htm"):
+        raise UserError(
+            f"--output: {arguments.output}: the report is HTML and writes its PNG beside it; its name ends in .html, "
+            "for example --output report.html"
+        )
     runs = [read_run(Path(name)) for name in arguments.runs]
     path = Path(arguments.output) if arguments.output else runs[0].folder / "report.html"
-    if path.suffix == ".png":
-        raise UserError(
-            f"{path}: the report is HTML and writes its PNG beside it; pass --output {path.with_suffix('.html')}"
-        )
     written = [path]
     try:
         replace_file(path, render_page(runs, [plan_run(run) for run in runs]))

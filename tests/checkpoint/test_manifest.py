@@ -85,3 +85,12 @@ def test_the_list_prints_a_command_that_can_be_pasted(tmp_path: Path, capsys: py
     assert main(["checkpoints", str(tmp_path / "nosuch")]) == 2
     asked = f"{tmp_path}/nosuch: no such folder; name a run's, such as runs/quickstart\n"
     assert capsys.readouterr().err == asked
+    for part in (checkpoint, checkpoint.parent):
+        assert main(["checkpoints", str(part)]) == 2
+        said = capsys.readouterr().err
+        assert said == f"{part}: a part of a run; name the run's folder, {checkpoint.parents[1]}\n"
+    assert main(["checkpoints", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path}: no run's folder, for it has neither recipe.yaml nor ")
+    (tmp_path / "recipe.yaml").touch()
+    assert main(["checkpoints", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path}: has no checkpoints yet\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import RECIPES, foreign_names, keys_without_counterpart, read_recipe, to_dict, write_recipe
 from finetune.config.schema import recipe_keys
 from finetune.errors import UserError
@@ -330,6 +331,10 @@ def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
         UserError, match=rf"^{tmp_path}: a folder, not a recipe; did you mean {tmp_path}/recipe.yaml\?$"
     ):
         read_recipe(str(tmp_path))
+    with pytest.raises(UserError, match=rf"^{tmp_path}: a folder, not an Accelerate config; name"):
+        read_sharding(str(tmp_path), None, {})
+    with pytest.raises(UserError, match=r"^the name of an Accelerate config is empty; give a path, or a name of"):
+        read_sharding("", None, {})
 
 
 def test_other_tools_names_mean_keys_that_there_are() -> None:

@@ -210,6 +210,9 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
 @pytest.mark.parametrize(
     ("row", "words"),
     [
+        ({"prompt": "a", "completion": None}, "completion: text is expected, found nothing"),
+        ({"text": None, "prompt": "a", "chosen": None}, "chosen: text is expected, found nothing"),
+        ({"messages": None}, "messages: a value is expected, found nothing"),
         ({"a": 1, "b": 2}, "unknown format: its columns are a, b; known formats: messages"),
         ({}, "its columns are none"),
         ({"messages": []}, "the list of messages is empty"),

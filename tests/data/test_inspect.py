@@ -184,6 +184,14 @@ def test_a_file_is_shown_without_a_recipe(
     assert capsys.readouterr().err == "recipe.yaml: not a data file; for a recipe write --recipe recipe.yaml\n"
 
 
+def test_a_page_is_not_written_over_the_data(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = Path("a.jsonl").read_bytes()
+    assert main(["inspect", "a.jsonl", "--html", "a.jsonl"]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.startswith("--html: a.jsonl: a page's name ends in .html")
+    assert Path("a.jsonl").read_bytes() == data
+    assert main(["inspect", "a.jsonl", "--html", "page.HTM"]) == 0
+
+
 def test_what_launch_would_report_about_the_model_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = recipe.read_text()
     recipe.write_text(text.replace("model_type: llama", "model_type: llama, max_position_embeddings: 8"))

@@ -163,6 +163,7 @@ def test_what_only_an_accelerate_file_can_say_is_not_chosen(llama: Path, tmp_pat
         ({"Question": "a", "Answer": "b"}, {"prompt_column": "Question", "completion_column": "Answer", "type": "messages"}),
         ({"prompt": "a", "completion": "b"}, {"prompt_column": "prompt", "completion_column": "completion", "type": "messages"}),
         ({"body": "a", "id": 7}, {"text_column": "body"}),
+        ({"text": None, "body": "a"}, {"text_column": "body"}),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )  # fmt: skip
@@ -209,6 +210,10 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
     pairs = write_rows(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     empty = write_rows(tmp_path / "empty.jsonl")
     counts = write_rows(tmp_path / "counts.jsonl", {"question": "1+2", "answer": 3})
+    null = write_rows(tmp_path / "null.jsonl", {"prompt": "a", "completion": None})
+    later = write_rows(
+        tmp_path / "later.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}
+    )
     table = tmp_path / "table.csv"
     table.write_text("question;answer\nWhy?;So.\n")
     gpu = ("--gpus", 1, "--gpu-memory", "80GiB")
@@ -220,9 +225,12 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         ((), "--model: needed, since there is no terminal to ask at"),
         (("--model", "owner/name"), "owner/name: config.json is not on this machine and HF_HUB_OFFLINE is set"),
         (("--model", llama), "--data: needed, since there is no terminal to ask at"),
+        (("--model", llama, "--data", "gone.py:rows"), "--data: gone.py:rows: no such file; name a function as"),
         (("--model", llama, "--data", "./gone.jsonl"), "./gone.jsonl: no such file or folder"),
         (("--model", llama, "--data", empty), f"{empty}: has no rows"),
         (("--model", llama, "--data", rows), f"{rows}: its columns are u, v; say which to read with --prompt-column"),
+        (("--model", llama, "--data", null), f"{null}: completion: text is expected, found nothing"),
+        (("--model", llama, "--data", later), f"{later}:2: completion: text is expected, found nothing"),
         (("--model", llama, "--data", ""), "--data: empty; leave the flag out to be asked, or give a value"),
         (
             ("--model", llama, "--data", pairs, "--method", "lora"),
@@ -231,8 +239,9 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         ),
         (("--model", llama, "--data", counts), f"{counts}: answer: text is expected, found 3 (int); write it as text"),
         (("--model", llama, "--data", table), f"{table}: its columns are separated by semicolons, where commas are"),
-        (("--model", llama, "--data", rows, "--prompt-column", "w"), f"{rows}: w: text is expected, found "),
+        (("--model", llama, "--data", rows, "--prompt-column", "w"), f"{rows}:1: w: text is expected, found "),
         (("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "two"), "--gpus: two: a number of GPUs"),
+        (("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "9" * 5000), "--gpus: 9999"),
         (
             ("--model", llama, "--data", rows, "--text-column", "u", "--gpus", 1, "--gpu-memory", "80MB"),
             "--gpu-memory: 80MB: less than 1 GiB",
@@ -252,6 +261,24 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
     ):
         assert init(*arguments, code=2).startswith(message), arguments
     assert not (tmp_path / "r.yaml").exists()
+
+
+@pytest.mark.parametrize("output", [".", "", "/", ".."])
+def test_a_folder_is_no_recipe_to_write(output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--output", output]) == 2
+    said = capsys.readouterr().err
+    assert "a recipe's name ends in .yaml; write --output " in said and said.endswith("my_recipe.yaml\n")
+
+
+@pytest.mark.parametrize("positions", [0, 1, -5])
+def test_positions_that_no_model_has_are_not_taken(
+    positions: int, llama: Path, tmp_path: Path, init: Callable[..., str]
+) -> None:
+    config = json.loads((llama / "config.json").read_text()) | {"max_position_embeddings": positions}
+    (llama / "config.json").write_text(json.dumps(config))
+    data = write_rows(tmp_path / "rows.jsonl", *[{"text": "a"}] * 50)
+    init("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "80GiB")
+    assert yaml.safe_load((tmp_path / "r.yaml").read_text())["max_length"] == 2048
 
 
 def test_it_says_what_it_guesses_and_what_it_does_not_read(

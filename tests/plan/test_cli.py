@@ -102,6 +102,13 @@ def test_sizes_and_shares_are_read_strictly(tiny_recipe: Callable[..., Path]) ->
     code, _, errors = _plan("--recipe", recipe, "--gpu-memory", "24")
     assert code == 0 and errors.startswith("--gpu-memory 24: ") and errors.endswith("read as 24GiB\n")
     assert _plan("--recipe", recipe, "--mfu", "1.5")[0] == 2
+    for flag, size, said in (
+        ("--gpu-memory", "foo", "not a size"),
+        ("--gpu-memory", "9" * 400, "more than 1 EiB"),
+        ("--gpu-link", "0", "not a size"),
+    ):
+        code, _, errors = _plan("--recipe", recipe, flag, size)
+        assert code == 2 and errors.splitlines()[-1].startswith(f"{flag}: {size}: {said}")
 
 
 def test_what_is_assumed_or_guessed_says_so(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
@@ -154,6 +161,10 @@ def test_numbers_that_no_run_can_have() -> None:
     for count in ("-2", "0"):
         code, _, errors = _plan("--recipe", "quickstart", "--num-processes", count)
         assert (code, errors) == (2, f"--num-processes {count}: a run has at least one rank\n")
+    code, _, errors = _plan("--recipe", "quickstart", "--num-processes", "9" * 400)
+    assert code == 2 and errors.endswith(": a run has at most 100,000 ranks\n")
+    code, _, errors = _plan("--recipe", "quickstart", "num_train_epochs=1e308")
+    assert code == 2 and "num_train_epochs: 1e+308 does not fit; a number of at most 1e+06 is expected" in errors
     sizes = "hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1, vocab_size: 512"
     for heads in ("num_attention_heads: 0", "num_attention_heads: 4, num_key_value_heads: 1.5"):
         given = f"model_config={{model_type: llama, {sizes}, {heads}}}"

@@ -153,6 +153,11 @@ def test_a_run_in_progress_is_reported_as_far_as_it_is(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo')
     assert _report(str(run))[0] == 0
     assert "2.5000" in (run / "report.html").read_text()
+    metrics = (run / "metrics.jsonl").read_bytes()
+    for other in ("metrics.jsonl", "loss.PNG"):
+        code, _, errors = _report(str(run), "--output", str(run / other))
+        assert code == 2 and errors.startswith(f"--output: {run / other}: the report is HTML")
+    assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
 @pytest.mark.parametrize("made", ["nothing", "an empty folder", "a broken file"])
