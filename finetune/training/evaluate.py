@@ -14,6 +14,7 @@ from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import unwrapped_call
 from finetune.distributed.world import RankGroup, World
+from finetune.errors import UserError
 from finetune.files.json_files import append_json_lines
 from finetune.models.documents import depends_on_length
 from finetune.models.fake_quantize import round_from_step
@@ -167,6 +168,8 @@ def answer(
     ranks run the same forwards) answers its share.
 
     An answer ends with a turn, or at twice the longest expected length; without one, at `max_new_tokens`.
+
+    Raises `UserError` on all ranks where a sharded tower would run on some of them alone.
     """
     model.eval()
     groups = world.tensor_group_count
@@ -176,6 +179,12 @@ def answer(
     ]
     # Caches of rows of several lengths cannot change their frequencies each at its own token.
     batches = [[prompt] for prompt in mine] if depends_on_length(model) else [mine] if mine else []
+    have_images = [any(prompt.images for prompt in batch) for batch in batches]
+    if world.sharding.is_fsdp and any(each != have_images for each in world.gather(have_images)):
+        raise UserError(
+            "exact_match_samples: a rank's held-out questions have images and another's have none, and a sharded tower "
+            "runs on all ranks together; hold out rows with images alone, or set exact_match_samples: 0"
+        )
     keys = tokenizer, world, eot_tokens, max_new_tokens
     answers = [sample for batch in batches for sample in _generated(model, batch, *keys)]
     by_rank = world.gather([asdict(sample) for sample in answers])

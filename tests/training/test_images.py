@@ -7,19 +7,24 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from finetune.cli import main
 from finetune.config.reader import read_recipe
 from finetune.constants import IGNORE_INDEX
+from finetune.data.examples import Prompt
+from finetune.data.images import EncodedImage
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.session import Session
+from finetune.training.evaluate import answer
 from tests.checkpoint.test_resume import RUN, kill_after
 from tests.conftest import make_chat, make_model
 from tests.data.world import Rank
@@ -309,3 +314,15 @@ def test_an_image_that_cannot_be_asked_about_is_one_sentence(
 def test_the_report_counts_images(runs: Callable[..., Path]) -> None:
     report = json.loads((runs("gemma3", "single", 1) / "data_report.json").read_text())
     assert report["sources"][0]["images"] == 18
+
+
+def test_held_out_images_of_some_ranks_alone_are_refused_before_a_sharded_tower_waits() -> None:
+    prompts = [Prompt([1], "a", (EncodedImage(b"an image"),)), Prompt([1], "b")]
+    world: Any = SimpleNamespace(
+        tensor_group_count=2,
+        tensor_group_index=0,
+        sharding=SimpleNamespace(is_fsdp=True),
+        gather=lambda mine: [mine, [False]],
+    )
+    with pytest.raises(UserError, match=r"another's have none.*set exact_match_samples: 0"):
+        answer(nn.Module(), prompts, None, world)
