@@ -23,15 +23,9 @@ def read_mixer(theirs: Mapping[str, Any], found: Conversion) -> tuple[Sources, S
         for (path, share), name in zip(mixer.items(), names, strict=True)
     ]
 
-    def cut(split: Any, share: float) -> dict[str, Any]:
-        percent = round(100 * share, 9)
-        if share >= 1 or percent % 1 == 0:
-            return {"split": f"{split}[:{percent:.0f}%]" if share < 1 else str(split)}
-        return {"split": str(split), "weight": share}
-
     def of(split: Any, *, is_cut: bool) -> Sources:
         return [
-            make_sources([path], name=name, **(cut(split, share) if is_cut else {"split": str(split)}))[0]
+            make_sources([path], name=name, **(_cut(split, share) if is_cut else {"split": str(split)}))[0]
             for path, share, name in shares
             if share > 0
         ]
@@ -40,6 +34,18 @@ def read_mixer(theirs: Mapping[str, Any], found: Conversion) -> tuple[Sources, S
     if drawn := [f"{entry['path']}: {entry['weight']}" for entry in train if "weight" in entry]:
         found.remarks.append(f"dataset_mixer: {', '.join(drawn)}   ({DRAWN})")
     return train, [entry for split in splits if "test" in str(split) for entry in of(split, is_cut=False)]
+
+
+def _cut(split: Any, share: float) -> dict[str, Any]:
+    """The keys of an entry that read a share of a split.
+
+    >>> _cut("train", 0.5), _cut("train", 0.004), _cut("train", 1)
+    ({'split': 'train[:50%]'}, {'split': 'train', 'weight': 0.004}, {'split': 'train'})
+    """
+    percent = round(100 * share, 9)
+    if share >= 1:
+        return {"split": str(split)}
+    return {"split": f"{split}[:{percent:.0f}%]"} if percent % 1 == 0 else {"split": str(split), "weight": share}
 
 
 def read_mixture(theirs: Mapping[str, Any], source: Path, found: Conversion) -> list[TheirEntry]:

@@ -7,7 +7,7 @@ Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler s
 lowers the scale: that is how it finds the right scale, not an error.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 
@@ -80,9 +80,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
         norm = whole_norm(_total_norm(gradients))
     else:
         copied = {id(model.get_parameter(name).grad) for name in pipeline.copied} if pipeline else set[int]()
-        own, stages = [each for each in gradients if id(each) not in copied], pipeline.size if pipeline else 1
-        nothing = torch.zeros_like(local_part(measure_norm(gradients[0])))
-        norm = _norm_over_meshes(own, nothing, stages)
+        norm = _norm_over_meshes(gradients, copied, pipeline.size if pipeline else 1)
     for parameters in by_mesh:
         nn.utils.clip_grads_with_norm_(parameters, bound, norm)
     return norm.float()
@@ -93,24 +91,21 @@ def whole_norm(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _norm_over_meshes(gradients: list[torch.Tensor], nothing: torch.Tensor, stages: int = 1) -> torch.Tensor:
+def _norm_over_meshes(gradients: list[torch.Tensor], copied: Collection[int], stages: int) -> torch.Tensor:
     """The 2-norm of gradients that are sharded over different meshes.
 
     All-reduces the squares of each rank's shards. A shard that several ranks hold counts once.
 
-    Args:
-        gradients: This rank's; none where it holds copies alone.
-        nothing: A norm of zero.
-        stages: Groups of ranks that hold different layers.
+    copied: ids of those that another stage counts. stages: groups of ranks that hold different layers.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
-    for gradient in gradients:
+    for gradient in (each for each in gradients if id(each) not in copied):
         assert isinstance(gradient, DTensor)
         parts = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
         different = prod(size for size, placement in parts if not isinstance(placement, Replicate))
         by_copies.setdefault(dist.get_world_size() // stages // different, []).append(gradient.to_local())
-    each = [_total_norm(locals_).square() / copies for copies, locals_ in by_copies.items()]
-    squares = torch.stack(each).sum() if each else nothing
+    nothing = torch.zeros_like(local_part(measure_norm(gradients[0])))
+    squares = sum((_total_norm(locals_).square() / copies for copies, locals_ in by_copies.items()), start=nothing)
     dist.all_reduce(squares)
     return squares.sqrt()
 

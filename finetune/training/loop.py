@@ -1,7 +1,4 @@
-"""The loop around the optimizer step.
-
-docs/design.md has the files of a step in order ("The life of a step").
-"""
+"""The loop around the optimizer step; docs/design.md has the files of a step in order ("The life of a step")."""
 
 import gc
 import time
