@@ -99,6 +99,15 @@ def test_no_command_hides_in_another_kind_of_block(page: Path) -> None:
             assert not [line for line in body.splitlines() if re.match(rf"\$? ?({'|'.join(PROGRAMS)}) \S+ ?-", line)]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_row_of_a_table_stands_below_its_heading(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    lines = ["", *text.splitlines(), ""]
+    for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"[|: -]+", after), f"{page.name}: a row outside its table: {line}"
+
+
 @pytest.mark.parametrize("command", ALL, ids=lambda command: f"{command.page}: {command.text[:60]}")
 def test_every_command_is_one_that_is_taken(command: Command) -> None:
     words = command.words
