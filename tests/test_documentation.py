@@ -47,11 +47,11 @@ MARKS = re.compile(
 )
 # Run by the build itself, or whole by a test of their own.
 ELSEWHERE = {
-    "make quickstart": "tests/test_readme.py",  # is the accelerate command below
+    "make quickstart": "tests/test_readme.py",  # is the command below
     "make test": ".ci/run",
     "make check": ".ci/run",
     "python3 -m venv .venv && . .venv/bin/activate": "Makefile",
-    "accelerate launch finetune/run.py --config fsdp_full_shard.yaml": "tests/test_quickstart.py",
+    "finetune launch --config fsdp_full_shard.yaml": "tests/test_quickstart.py",
     "finetune launch --recipe quickstart_dpo": "tests/test_quickstart.py",
     "finetune launch --recipe quickstart_distill": "tests/test_quickstart.py",
     "finetune launch --recipe quickstart_grpo": "tests/test_quickstart.py",
