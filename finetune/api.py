@@ -52,7 +52,7 @@ def make_plan(recipe: Recipe, config: str | None = None, ranks: int = 1) -> "Pla
         ranks: One for each GPU.
 
     Raises:
-        UserError: For a combination that the rules refuse, and a family that cannot be planned.
+        UserError: For a combination that the rules refuse, and a model that transformers cannot build.
     """
     from finetune.plan import plan
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from finetune import __version__
-from finetune.config.methods import DEFAULT_METHOD, METHODS
+from finetune.config.methods import METHODS
 from finetune.config.reader import read_overrides
 from finetune.errors import (
     EXIT_PREEMPTED,
@@ -119,11 +119,12 @@ def _add_init(subcommands: "Subcommands") -> None:
         _take(init, f"--{column}-column", "NAME", f"the column that holds the {column}")
     _take(init, "--gpus", "N", "for the run, 0 for the CPU (default: those of this machine)")
     _take(init, "--gpu-memory", "SIZE", "of each, for example 80GiB; a bare 80 is GiB (default: this machine's)")
-    init.add_argument(
-        "--method",
-        choices=("full", "lora", "qlora", *(name for name in METHODS if name != DEFAULT_METHOD)),
-        help="what is trained, or what it learns from (default: as the data asks, all parameters where they fit)",
-    )
+    _take(init, "--host-memory", "SIZE", "of the machine (default: this machine's, where the GPUs are its own)")
+    _take(init, "--disk", "SIZE", "for the run (default: what is free here, where the GPUs are this machine's)")
+    methods = f"{', '.join(METHODS)} (default: as the data asks, answers, pairs or ratings)"
+    _take(init, "--method", "NAME", f"what it learns from: {methods}")
+    _take(init, "--train", "WHAT", "auto, full, lora or qlora (default: all parameters where they fit, else lora)")
+    _take(init, "--chat-template", "T", "a name, a file or Jinja text, in place of the tokenizer's own")
     _take(init, "--teacher", "M", "the model to learn from, a folder or hub name")
     _take(init, "--rewards", "NAMES", "what completions are worth, such as exact_answer,my_rewards.py:short")
     _take(init, "--output", "FILE", "the recipe to write (default: my_recipe.yaml)")
@@ -137,7 +138,9 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
 
     plan = _add(subcommands, "plan", "predict memory and time of a run; needs no GPU and no weights")
     _add_run(plan, "ranks of the run (default: a table over many)")
-    _take(plan, "--gpu-memory", "SIZE", "print whether the run fits, and what would make it fit, for example 80GiB")
+    _take(plan, "--gpu-memory", "SIZE", "of each GPU, such as 80GiB: print whether the run fits, or what makes it fit")
+    _take(plan, "--host-memory", "SIZE", "of a node, which is compared too")
+    _take(plan, "--disk", "SIZE", "for checkpoints and export, which is compared too")
     _take(plan, "--gpu-link", "SIZE", "bytes a second, one way, between GPUs of a node (default: 450GB)")
     _take(plan, "--network", "SIZE", "bytes a second, one way, from a node to others (default: 400GB)")
     _take(plan, "--mfu", "SHARE", "assumed share of the peak FLOP/s (default: 0.4)", type=float)

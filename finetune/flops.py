@@ -61,15 +61,15 @@ def flop_per_token_of(config: Any, *, parameters: int, length: float, frozen: in
     """The same, with L, H and Q from a transformers config."""
     return flop_per_token(
         parameters=parameters,
-        layers=_count_attention_layers(config),
+        layers=count_attention_layers(config),
         heads=getattr(config, "num_attention_heads", None) or 0,
-        head_size=_read_head_size(config),
+        head_size=read_head_size(config),
         length=length,
         frozen=frozen,
     )
 
 
-def _count_attention_layers(config: Any) -> int:
+def count_attention_layers(config: Any) -> int:
     """Those that compare tokens with each other: neither states nor convolutions do, whose products are small."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -77,7 +77,7 @@ def _count_attention_layers(config: Any) -> int:
     return sum("linear" not in kind and ("attention" in kind or "hybrid" in kind) for kind in kinds)
 
 
-def _read_head_size(config: Any) -> float:
+def read_head_size(config: Any) -> float:
     """Q by a transformers config. Under MLA (DeepSeek), `head_dim` is only the rotated part of a key."""
     plain, value = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
     if plain and value:

@@ -85,7 +85,7 @@ TABLES = {
     # Published models by their names are convert's, chat templates data's.
     "families": (
         [name for name in FAMILIES if name not in ("llama", "mistral", "qwen3", "rwkv")],
-        ("config/families.py", "data/tokenizer.py", "plan/towers.py", "export/formats/gguf_tokenizer.py", *OTHER_TOOLS),
+        ("config/families.py", "data/tokenizer.py", "export/formats/gguf_tokenizer.py", *OTHER_TOOLS),
     ),
     "methods": (
         [name for name in METHODS if name != DEFAULT_METHOD],

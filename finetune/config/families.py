@@ -52,6 +52,7 @@ class Recurrence:
     # arguments, they would ignore boundaries, and run over one document after the other.
     arguments: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+    steps_through_tokens: bool = False  # in a loop of transformers' own, without the packages
     # Whether transformers computes from its cache, for padded prompts, what it computes without one.
     can_be_sampled: bool = True
 
@@ -178,7 +179,10 @@ DELTA_NET = Family(
     )
 )
 # Their kernels read these weights without calling the layers, and would pass by an adapter.
-MAMBA = Family(recurrence=Recurrence(modules=("MambaMixer",)), unadaptable=("conv1d", "dt_proj", "out_proj", "x_proj"))
+MAMBA = Family(
+    recurrence=Recurrence(modules=("MambaMixer",), steps_through_tokens=True),
+    unadaptable=("conv1d", "dt_proj", "out_proj", "x_proj"),
+)
 MAMBA_2 = Family(
     recurrence=Recurrence(
         modules=("Mixer", "MambaLayer"), arguments=("seq_idx",), packages=("mamba_ssm", "causal_conv1d")

@@ -1,17 +1,19 @@
 """`finetune init`: a first recipe from a model, data and GPUs, which the plan says fits."""
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
-from finetune.config.methods import METHODS, PAIRED, RATED, REWARDED, SHIPPED_REWARDS, TAUGHT, RowKind
+from finetune.config.methods import DEFAULT_METHOD, METHODS, PAIRED, RATED, REWARDED, SHIPPED_REWARDS, TAUGHT, RowKind
 from finetune.config.reader import read_recipe
 from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.config.user_code import file_of
@@ -47,7 +49,8 @@ from finetune.init.new_recipe import (
     summarize_data,
 )
 from finetune.plan.architecture import find_config
-from finetune.units import MIB, counted, gib, read_gpu_memory, read_size
+from finetune.plan.table import compare_need, name_unknown
+from finetune.units import MIB, counted, read_gpu_memory, read_size
 
 T = TypeVar("T")
 
@@ -114,13 +117,15 @@ def find_gpus() -> Hardware | None:
 
 MANY_ROWS = 50_000  # one epoch of these is enough
 SHOWN_FILES = 5
-# What the data holds -> the methods for it, the default first; auto: all parameters if they fit, else LoRA.
+# What the data holds -> the methods that learn from it, the default first.
 BY_KIND: dict[RowKind, tuple[str, ...]] = {
-    "answers": ("auto", "full", "lora", "qlora", *TAUGHT, *REWARDED),
+    "answers": (DEFAULT_METHOD, *TAUGHT, *REWARDED),
     "pairs": (*PAIRED, *RATED),
     "ratings": RATED,
 }
 KINDS: dict[str | None, RowKind] = {name: kind for kind, names in BY_KIND.items() for name in names}
+# What --train takes -> what is trained; auto: all parameters if they fit, else adapters.
+TRAINED: dict[str, Trained | None] = {"auto": None, "full": "full", "lora": "lora", "qlora": "qlora"}
 COLUMN_FLAGS = [f"{kind}_column" for kind in ("messages", "prompt", "completion", "text", "chosen", "rejected")]
 SAVED_BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # by `datasets`, beside its Arrow files
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
@@ -137,7 +142,7 @@ def init_command(options: argparse.Namespace) -> int:
         "Data, a file, a folder or a hub name",
         read=lambda path: _read_data(path, options, model),
     )
-    method, trained = _choose_method(options, data)
+    method, trained = _choose_method(options, data), _choose_trained(options)
     hardware = _find_hardware(options)
     output = require(
         options.output,
@@ -149,41 +154,90 @@ def init_command(options: argparse.Namespace) -> int:
     keys, packed_rows = _given_keys(model, config, data)
     if method.get("method") in REWARDED:
         method["max_completion_length"] = keys["max_length"] // 2
+    if options.chat_template is not None:
+        keys["chat_template"] = options.chat_template
     fit = fit_recipe(keys | method, packed_rows, hardware, trained)
     recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
     found = check_sample(recipe, data)
-    is_fatal = any(line.startswith("fatal:") for line in found)
-    for line in _summary(output, fit, hardware, found, is_fatal=is_fatal):
+    template = _offer_template(recipe, data, found) if _is_fatal(found) else None
+    if template is not None and is_interactive():
+        answer = ask(f"{found[0]}\nchat_template: {template} has no such finding. Write it into the recipe?", "yes")
+        if answer.lower() in ("y", "yes"):
+            fit = replace(fit, keys=fit.keys | {"chat_template": template})
+            recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
+            found = check_sample(recipe, data)
+    for line in _summary(output, fit, hardware, found, template):
         print(line)
-    return EXIT_USER_ERROR if is_fatal else 0
+    return EXIT_USER_ERROR if _is_fatal(found) else 0
 
 
-def _choose_method(options: argparse.Namespace, data: DataSummary) -> tuple[Keys, Trained | None]:
-    """The keys of the method, and what is trained by it; None: all parameters, or adapters where these do not fit."""
+def _is_fatal(found: Sequence[str]) -> bool:
+    return any(line.startswith("fatal:") for line in found)
+
+
+USUAL_TEMPLATES = ("chatml", "llama3.1", "qwen3", "mistral-v3")
+
+
+def _offer_template(recipe: Recipe, data: DataSummary, found: Sequence[str]) -> str | None:
+    """The named chat template under which the rows have no fatal finding, and the fewest others; None where there is
+    none, or the findings are not about templates. Those of families that the messages name are tried."""
+    fatal = [line for line in found if line.startswith("fatal:")]
+    if not all("template" in line for line in fatal):
+        return None
+    from finetune.data.tokenizer import TEMPLATES  # imports transformers
+
+    named = [word for line in fatal for word in re.findall(r"[\w.-]+", line) if word in TEMPLATES]
+    left: dict[str, int] = {}
+    for name in dict.fromkeys([*named, *USUAL_TEMPLATES]):
+        changed = check_sample(replace(recipe, data=replace(recipe.data, chat_template=name)), data)
+        if not _is_fatal(changed):
+            left[name] = len(changed)
+    return min(left, key=left.__getitem__, default=None)
+
+
+def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
+    """The keys of what the model learns from; none for answers."""
+    if options.method in TRAINED:
+        raise UserError(
+            f"--method: {options.method} is what is trained: --train {options.method}; --method says what it learns "
+            f"from: {', '.join(BY_KIND[data.kind])}"
+        )
+    known = BY_KIND[data.kind]
 
     def read(name: str) -> str:
-        if name not in BY_KIND[data.kind]:
-            raise UserError(f"--method: {name} does not fit this data; choose one of {', '.join(BY_KIND[data.kind])}")
+        if name not in known:
+            raise UserError(f"--method: {name} does not fit this data; choose one of {', '.join(known)}")
         return name
 
-    known = BY_KIND[data.kind]
-    name = require(options.method, "--method", f"Method ({', '.join(known)})", known[0], read=read)
+    asked = "; ".join(f"{name} {METHODS[name].says.partition(' (')[0]}" for name in known)
+    given = known[0] if options.method is None and len(known) == 1 else options.method
+    name = require(given, "--method", f"Learn from what? {asked}", known[0], read=read)
+    keys: Keys = {} if name == DEFAULT_METHOD else {"method": name}
     if name in TAUGHT:
-        teacher = require(
-            options.teacher, "--teacher", "Teacher, a folder or a hub name", read=lambda text: _read_model(text)[0]
+        asked = "Teacher, a folder or a hub name"
+        keys["teacher_model_name_or_path"] = require(
+            options.teacher, "--teacher", asked, read=lambda text: _read_model(text)[0]
         )
-        return {"method": name, "teacher_model_name_or_path": teacher}, None
-    if options.teacher is not None:
+    elif options.teacher is not None:
         raise UserError(f"--teacher: is for --method {' or '.join(TAUGHT)}")
     if name in REWARDED:
         asked = "Rewards, such as exact_answer or my_rewards.py:right"
-        return {"method": name, "rewards": require(options.rewards, "--rewards", asked, read=_read_rewards)}, None
-    if options.rewards is not None:
+        keys["rewards"] = require(options.rewards, "--rewards", asked, read=_read_rewards)
+    elif options.rewards is not None:
         raise UserError(f"--rewards: is for --method {' or '.join(REWARDED)}")
-    if name in METHODS:
-        return {"method": name}, None
-    trained: dict[str, Trained | None] = {"auto": None, "full": "full", "lora": "lora", "qlora": "qlora"}
-    return {}, trained[name]
+    return keys
+
+
+def _choose_trained(options: argparse.Namespace) -> Trained | None:
+    """What is trained; None: all parameters, or adapters where these do not fit."""
+
+    def read(name: str) -> Trained | None:
+        if name not in TRAINED:
+            raise UserError(f"--train: {name}: one of {', '.join(TRAINED)} is expected")
+        return TRAINED[name]
+
+    asked = "Train what? auto: all parameters where they fit, else adapters; full, lora, qlora"
+    return require(options.train, "--train", asked, "auto", read=read)
 
 
 def _read_rewards(names: str) -> list[str]:
@@ -350,23 +404,31 @@ def has_chat_template(model: str) -> bool:
 
 
 def _find_hardware(options: argparse.Namespace) -> Hardware:
+    """What the flags say, or the answers; host memory and disk are this machine's where its GPUs are."""
     found = find_gpus() if options.gpus is None or options.gpu_memory is None else None
     count = str(found.gpus if found else 0)
     gpus = require(options.gpus, "--gpus", "GPUs for the run (0: the CPU)", count, read=_read_count)
+    here, own = f"{psutil.virtual_memory().total // MIB}MiB", f"{shutil.disk_usage(Path()).free // MIB}MiB"
+    read_host, read_disk = (partial(_read_memory, flag) for flag in ("--host-memory", "--disk"))
+    host = None if options.host_memory is None else read_host(options.host_memory)
+    disk = None if options.disk is None else read_disk(options.disk)
     if gpus == 0:
-        return Hardware(0, f"{psutil.virtual_memory().total // MIB}MiB")
-    default = found.memory if found else "80GiB"
-    return Hardware(gpus, require(options.gpu_memory, "--gpu-memory", "Memory of each GPU", default, read=_read_memory))
+        return Hardware(0, host or here, host or here, disk or own)
+    default, asked = found.memory if found else "80GiB", "Memory of each GPU"
+    memory = require(options.gpu_memory, "--gpu-memory", asked, default, read=partial(_read_memory, "--gpu-memory"))
+    if found is not None and (gpus, memory) == (found.gpus, found.memory):
+        host, disk = host or here, disk or own
+    return Hardware(gpus, memory, host, disk)
 
 
-def _read_memory(text: str) -> str:
-    """`text` with its unit. Raises `UserError` where it is no size of a GPU."""
+def _read_memory(flag: str, text: str) -> str:
+    """`text` with its unit. Raises `UserError` where it is no size of a machine's memory or disk."""
     size = read_gpu_memory(text)
     try:
         if read_size(size) < 1 << 30:
             raise UserError(f"{text}: less than 1 GiB")
     except UserError as error:
-        raise UserError(f"--gpu-memory: {error}") from None
+        raise UserError(f"{flag}: {error}") from None
     if size != text.replace(" ", ""):
         print(f"memory  {text} is read as {size}")
     return size
@@ -403,16 +465,22 @@ def _write(path: Path, text: str) -> Recipe:
     return read_recipe(str(path))  # what was written is a recipe
 
 
-def _summary(output: str, fit: Fit, hardware: Hardware, found: list[str], *, is_fatal: bool) -> list[str]:
+def _summary(output: str, fit: Fit, hardware: Hardware, found: Sequence[str], template: str | None) -> Iterator[str]:
+    """What was written, what was found, and the commands that come next; none that trains what is fatal."""
     what = {"full": "all parameters", "lora": "adapters (LoRA)", "qlora": "adapters (QLoRA)"}[fit.trained]
     what += f" by {fit.keys['method']}" if "method" in fit.keys else ""
-    fits = f"fits {hardware.words}: {gib(fit.plan.peak_bytes)} of {gib(hardware.memory_bytes)} GiB by the plan"
-    return [
-        f"wrote   {output}: trains {what}; {fits}",
-        *(f"        {text}   ({cost})" for text, cost in fit.changes),
-        *(f"        {line}" for line in found),
-        *(["        a fatal finding stops the training: change the data or the recipe first"] if is_fatal else []),
-        f"look    {inspect_command(output)}",
-        f"plan    {plan_command(output, hardware)}",
-        f"train   {launch_command(output, hardware)}",
-    ]
+    room, uncounted = hardware.room, fit.plan.spec.uncounted
+    verdict = f"fits {hardware.words}:" if room.is_known and not uncounted else "requires"
+    without = ", without activations, which are not counted" if uncounted else ""
+    yield f"wrote   {output}: trains {what}"
+    yield f"        by the plan it {verdict} {compare_need(fit.need, room)}{without}{name_unknown(room)}"
+    yield from (f"        {text}   ({cost})" for text, cost in fit.changes)
+    yield from (f"        {line}" for line in found)
+    yield f"look    {inspect_command(output)}"
+    if not _is_fatal(found):
+        yield f"plan    {plan_command(output, hardware)}"
+        yield f"train   {launch_command(output, hardware)}"
+        return
+    yield "        a fatal finding stops the training: change the data or the recipe first"
+    if template is not None:
+        yield f"fix     the same command with --chat-template {template} --overwrite, under which no finding is fatal"

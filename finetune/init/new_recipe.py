@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from finetune.data.preferences import find_sides
 from finetune.data.sources import list_files, read_rows
 from finetune.data.tokenize import READERS
 from finetune.errors import UserError
-from finetune.plan.advice import Advice, advise
+from finetune.plan.advice import Advice, Need, Room, advise
 from finetune.plan.plan import Plan, make_plan
 from finetune.units import counted, gib, name_place, read_size
 
@@ -195,14 +195,19 @@ ROWS_TRIED = (8, 4, 2)  # of a micro-batch: more rows are faster, where they fit
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the run will have. `memory`: of each GPU, or of the machine where there is none."""
+    """What the run will have. `memory`: of each GPU, or of the machine where there is none. Sizes as they are written:
+    80GiB; None where they are not known."""
 
     gpus: int
-    memory: str  # as it is written: 80GiB
+    memory: str
+    host_memory: str | None = None  # of the machine with the GPUs
+    disk: str | None = None
 
     @property
-    def memory_bytes(self) -> int:
-        return read_size(self.memory)
+    def room(self) -> Room:
+        """The same in bytes."""
+        host, disk = (None if size is None else read_size(size) for size in (self.host_memory, self.disk))
+        return Room(read_size(self.memory), host, disk)
 
     @property
     def ranks(self) -> int:
@@ -212,6 +217,12 @@ class Hardware:
     def words(self) -> str:
         return f"{counted(self.gpus, 'GPU')} of {self.memory}" if self.gpus else "the CPU"
 
+    @property
+    def flags(self) -> str:
+        """For `finetune plan`."""
+        sizes = {"--gpu-memory": self.memory, "--host-memory": self.host_memory, "--disk": self.disk}
+        return " ".join(f"{flag} {size}" for flag, size in sizes.items() if size is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -220,6 +231,7 @@ class Fit:
     keys: Keys  # the given ones, and those that make it fit
     trained: Trained
     plan: Plan
+    need: Need
     changes: tuple[tuple[str, str], ...]  # key=value and its cost, which the plan advised
 
 
@@ -238,22 +250,32 @@ def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Tra
     for chosen, keys in candidates:
         plan, advice = _plan(keys, hardware)
         if advice.fits:
-            return _widen(keys, chosen, plan, hardware)
+            return _widen(Fit(keys, chosen, plan, advice.need, ()), hardware)
     chosen, keys = candidates[-1]
+    if advice.need.fits_memory(hardware.room):
+        raise _too_little_disk(given, advice.need, hardware)
     if advice.changes is None or (
         chosen == "full" and any("use_peft=true" in change.text.split() for change in advice.changes)
     ):
         enough = f"; {advice.ranks} of them would be enough" if advice.ranks else ""
-        lora = "; --method lora trains adapters, which need less" if trained == "full" else ""
+        lora = "; --train lora trains adapters, which need less" if trained == "full" else ""
+        host = "" if hardware.host_memory is None else f" with {hardware.host_memory} of host memory"
         raise UserError(
-            f"{given['model_name_or_path']}: does not fit {hardware.words}, whatever is changed{enough}{lora}"
+            f"{given['model_name_or_path']}: does not fit {hardware.words}{host}, whatever is changed{enough}{lora}"
         )
     overrides = [text for change in advice.changes for text in change.text.split()]  # key=value each
     plan, after = _plan(keys, hardware, overrides)
-    assert after.fits, "the plan fits with the changes that it advises"
+    assert after.need.fits_memory(hardware.room), "the plan fits with the changes that it advises"
+    if not after.fits:
+        raise _too_little_disk(given, after.need, hardware)
     names = {text.partition("=")[0] for text in overrides}
     changed = keys | {key: value for key, value in to_dict(plan.spec.recipe).items() if key in names}
-    return Fit(changed, chosen, plan, tuple((change.text, change.cost) for change in advice.changes))
+    return Fit(changed, chosen, plan, after.need, tuple((change.text, change.cost) for change in advice.changes))
+
+
+def _too_little_disk(given: Keys, need: Need, hardware: Hardware) -> UserError:
+    needed = f"{given['model_name_or_path']}: needs {gib(need.disk)} GiB of disk, and there are {hardware.disk}"
+    return UserError(f"{needed}; make room, or say with --disk how much there will be")
 
 
 def _choose_batch(packed_rows: float, hardware: Hardware) -> Keys:
@@ -262,23 +284,23 @@ def _choose_batch(packed_rows: float, hardware: Hardware) -> Keys:
     return {"global_batch_size": -(-size // hardware.ranks) * hardware.ranks, "per_device_train_batch_size": 1}
 
 
-def _widen(keys: Keys, trained: Trained, plan: Plan, hardware: Hardware) -> Fit:
+def _widen(fit: Fit, hardware: Hardware) -> Fit:
     """The same with more rows in a micro-batch, where they fit."""
     for rows in ROWS_TRIED:
-        if keys["global_batch_size"] % (rows * hardware.ranks):
+        if fit.keys["global_batch_size"] % (rows * hardware.ranks):
             continue
-        wider = keys | {"per_device_train_batch_size": rows}
-        wider_plan, advice = _plan(wider, hardware)
+        wider = fit.keys | {"per_device_train_batch_size": rows}
+        plan, advice = _plan(wider, hardware)
         if advice.fits:
-            return Fit(wider, trained, wider_plan, ())
-    return Fit(keys, trained, plan, ())
+            return replace(fit, keys=wider, plan=plan, need=advice.need)
+    return fit
 
 
 def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> tuple[Plan, Advice]:
     recipe = read_recipe(None, [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), *overrides])
     sharding = read_sharding(None, recipe.run.accelerate_config, {"WORLD_SIZE": str(hardware.ranks)})
     plan = make_plan(recipe, sharding, hardware.ranks)
-    return plan, advise(plan.spec, hardware.memory_bytes, in_recipe=True)
+    return plan, advise(plan.spec, hardware.room, in_recipe=True)
 
 
 COMMENT_COLUMN = 40
@@ -298,6 +320,7 @@ def choose_max_length(data: DataSummary, positions: int | None) -> int:
 def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> str:
     """The whole text. `file`: its name, for the commands in its first lines."""
     keys = fit.keys
+    is_held_out = "eval_split_size" in keys
     samples = METHODS[keys.get("method", DEFAULT_METHOD)].samples
     drawn, measured, worse = ("prompts", "reward", "falls") if samples else ("rows", "loss", "rises")
     an_epoch = data.rows if samples else data.rows * data.mean_tokens / keys["max_length"]  # of what a step draws
@@ -311,26 +334,27 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         *_trained(fit),
         "",
         *_datasets(data),
-        *([_line("eval_split_size", keys["eval_split_size"], f"rows that are not trained on: their {measured} shows what was learned")] if "eval_split_size" in keys else []),  # noqa: E501
+        *([_line("eval_split_size", keys["eval_split_size"], f"rows that are not trained on: their {measured} shows what was learned")] if is_held_out else []),  # noqa: E501
+        *([_line("chat_template", keys["chat_template"], "in place of the tokenizer's own")] if "chat_template" in keys else []),  # noqa: E501
         "",
         _line("max_length", keys["max_length"], _about_length(data, keys["max_length"], samples=samples)),
         _line("global_batch_size", keys["global_batch_size"], f"{drawn} in a step, over all GPUs"),
         _line("per_device_train_batch_size", keys["per_device_train_batch_size"], "rows at once on a GPU: more are faster, and take memory"),  # noqa: E501
-        _line("num_train_epochs", keys["num_train_epochs"], f"watch the held-out {measured}: fewer, where it {worse}"),
+        _line("num_train_epochs", keys["num_train_epochs"], f"watch the held-out {measured}: fewer, where it {worse}" if is_held_out else "passes over the data"),  # noqa: E501
         *_advised(fit),
         "",
         _line("learning_rate", keys["learning_rate"], "for all parameters of a trained model" if fit.trained == "full" else "adapters take ten times the rate of full fine-tuning and more"),  # noqa: E501
         _line("warmup_ratio", 0.03),
         "",
         _line("logging_steps", max(1, min(10, int(every) // 5))),
-        *([_line("eval_steps", int(every), f"steps between two measurements of that {measured}")] if "eval_split_size" in keys else []),  # noqa: E501
+        *([_line("eval_steps", int(every), f"steps between two measurements of that {measured}")] if is_held_out else []),  # noqa: E501
         _line("save_steps", int(every), "steps between two checkpoints; the newest two are kept"),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
 def plan_command(file: str, hardware: Hardware) -> str:
-    return f"finetune plan --recipe {quote(file)} --num-processes {hardware.ranks} --gpu-memory {hardware.memory}"
+    return f"finetune plan --recipe {quote(file)} --num-processes {hardware.ranks} {hardware.flags}"
 
 
 def launch_command(file: str, hardware: Hardware) -> str:

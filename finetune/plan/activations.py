@@ -92,7 +92,12 @@ class Computation:
 
 
 def layer_bytes(a: Architecture, run: Computation, *, is_dense: bool = False) -> dict[str, int]:
-    """Bytes per token that one decoder layer saves, by module. `is_dense`: one without experts, of a mixture."""
+    """Bytes per token that one decoder layer saves, by module; of a traced model, the one with the most.
+
+    is_dense: Without experts, of a mixture that has such layers.
+    """
+    if (trace := a.trace(run)) is not None:
+        return {"layer": trace.largest("saved", run.document_length), "mlp": 0}
     mixture = None if is_dense else a.mixture
     return {
         "norms": _norms(a, mixture, run),
@@ -106,6 +111,11 @@ def kept_bytes(a: Architecture, run: Computation) -> dict[str, int]:
     """Bytes per token that the model without its head saves between forward and backward."""
     every = run.checkpoint_every
     kept = [index for index in range(a.layers) if every is None or index % every]
+    if (trace := a.trace(run)) is not None:
+        saved = [trace.layer_bytes("saved", run.document_length)[index] for index in kept if trace.failure is None]
+        rest = round(trace.rest.per_token(run.document_length))
+        checkpoints = _checkpoints(a, run, a.layers - len(kept))
+        return {"layers": sum(saved), "checkpoints": checkpoints, "ids and rotary": rest, "final norm": 0}
     dense = sum(a.mixture is not None and not a.has_experts(index) for index in kept)
     layers = (len(kept) - dense) * sum(layer_bytes(a, run).values())
     layers += dense * sum(layer_bytes(a, run, is_dense=True).values())
@@ -172,6 +182,8 @@ def recomputed_bytes(a: Architecture, run: Computation) -> int:
 def working_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token that a layer's backward needs beyond what was saved: the gradients of the MLP's gate and up, and
     the gradient of the residual stream twice (before and after the norm)."""
+    if (trace := a.trace(run)) is not None:
+        return trace.largest("working", run.document_length)
     return 2 * a.mlp_width * run.itemsize + 2 * a.hidden * run.residual_itemsize + exchanged_bytes(a, run)
 
 
@@ -185,6 +197,8 @@ def exchanged_bytes(a: Architecture, run: Computation) -> int:
 
 def evaluation_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token of a forward that saves nothing: the MLP at its widest, and the residual stream."""
+    if (trace := a.trace(run)) is not None:
+        return trace.largest("forward", run.document_length)
     return 3 * a.mlp_width * run.itemsize + 3 * a.hidden * run.residual_itemsize + exchanged_bytes(a, run)
 
 

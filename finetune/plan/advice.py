@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.config.layout import DIVISIONS, UNDIVIDED
 from finetune.config.optimization import list_smaller
-from finetune.plan.run_spec import RunSpec, plan_host
+from finetune.plan.run_spec import RunSpec, plan_disk, plan_host
 from finetune.plan.step_memory import find_peak
 
 CONFIG_KEY = "accelerate_config="
@@ -40,7 +40,44 @@ class Change:
         return next((word.removeprefix(CONFIG_KEY) for word in words if word.startswith(CONFIG_KEY)), None)
 
 
-PeakAfter = Callable[[Sequence[Change]], int]
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that a machine has; None where that is not known, and nothing is compared."""
+
+    device: int | None  # of each GPU, or of the machine where the CPU computes
+    host: int | None = None  # a node's memory
+    disk: int | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether nothing is left out."""
+        return None not in (self.device, self.host, self.disk)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of the same that a run needs."""
+
+    device: int
+    host: int
+    disk: int
+
+    def fits_memory(self, room: Room) -> bool:
+        """Whether the memory that is known is enough."""
+        return self.device <= (room.device or self.device) and self.host <= (room.host or self.host)
+
+    def fits(self, room: Room) -> bool:
+        """Whether all that is known is enough."""
+        return self.fits_memory(room) and self.disk <= (room.disk or self.disk)
+
+
+def count_need(spec: RunSpec) -> Need:
+    """What the run needs of a GPU, of a node's memory, and of the disk."""
+    peak, disk = find_peak(spec).total, plan_disk(spec)
+    return Need(peak, plan_host(spec, peak).total, disk.total)
+
+
+NeedAfter = Callable[[Sequence[Change]], Need]
 
 
 def is_supported(changed: RunSpec, asked: RunSpec) -> bool:
@@ -252,54 +289,53 @@ RANKS_TO_TRY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # where no change 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`changes` make the run fit, with `peak` bytes, and `host` bytes of a node's memory; None: not even all that were
-    `tried` and go together do, but on `ranks` ranks they would (None: on no number)."""
+    """`changes` make the run fit, which then needs `after`; None: not even all that were `tried` and go together do,
+    but on `ranks` ranks they would (None: on no number). `need`: of the run as it is."""
 
-    fits: bool
-    changes: tuple[Change, ...] | None
-    peak: int
-    host: int = 0
+    fits: bool  # in all that is known of the room
+    need: Need
+    changes: tuple[Change, ...] | None = ()
+    after: Need | None = None
     ranks: int | None = None
     tried: tuple[Change, ...] = ()
 
 
-def advise(spec: RunSpec, device_bytes: int, *, in_recipe: bool = False) -> Advice:
-    """The cheapest changes that make `spec` fit: the first that fits alone, or together with those before it.
+def advise(spec: RunSpec, room: Room, *, in_recipe: bool = False) -> Advice:
+    """The cheapest changes that make `spec` fit the memory: the first that fits alone, or with those before it.
 
-    `in_recipe`: only changes of keys of the recipe.
+    No change is made for the disk's sake. `in_recipe`: only changes of keys of the recipe.
     """
-    needed = find_peak(spec).total
-    if needed <= device_bytes:
-        return Advice(True, (), needed)
+    needed = count_need(spec)
+    if needed.fits_memory(room):
+        return Advice(needed.fits(room), needed)
     changes = [change for change in list_changes(spec) if change.is_in_recipe or not in_recipe]
-    orders, peak_after = _list_orders(spec, changes), _calculate_once(spec)
+    orders, need_after = _list_orders(spec, changes), _calculate_once(spec)
     best, dearest = None, len(changes)  # of the changes that are enough, those whose dearest is the cheapest
     for order in orders:
-        found = _find_enough(peak_after, [change for change in order if changes.index(change) < dearest], device_bytes)
+        found = _find_enough(need_after, [change for change in order if changes.index(change) < dearest], room)
         if found is not None:
             best, dearest = found, max(map(changes.index, found))
     if best is not None:
-        peak = peak_after(best)
-        return Advice(False, best, peak, plan_host(apply_changes(spec, best)[0], peak).total)
+        return Advice(False, needed, best, need_after(best))
     changed = min((apply_changes(spec, order)[0] for order in orders), key=lambda each: find_peak(each).total)
     wider = (ranks for ranks in RANKS_TO_TRY if ranks > spec.ranks and ranks % changed.sharding.smallest_world == 0)
     more_ranks = (replace(changed, ranks=ranks) for ranks in wider)
-    ranks = next((each.ranks for each in more_ranks if find_peak(each).total <= device_bytes), None)
-    return Advice(False, None, find_peak(changed).total, ranks=ranks, tried=tuple(changes))
+    ranks = next((each.ranks for each in more_ranks if count_need(each).fits_memory(room)), None)
+    return Advice(False, needed, None, count_need(changed), ranks=ranks, tried=tuple(changes))
 
 
-def _calculate_once(spec: RunSpec) -> PeakAfter:
-    """A function that gives the peak of `spec` after changes, calculated once for each run that they make of it."""
-    known: dict[str, int] = {}
+def _calculate_once(spec: RunSpec) -> NeedAfter:
+    """A function that gives the need of `spec` after changes, calculated once for each run that they make of it."""
+    known: dict[str, Need] = {}
 
-    def peak_after(changes: Sequence[Change]) -> int:
+    def need_after(changes: Sequence[Change]) -> Need:
         changed = apply_changes(spec, changes)[0]
         key = repr((changed.recipe, changed.sharding))
         if key not in known:
-            known[key] = find_peak(changed).total
+            known[key] = count_need(changed)
         return known[key]
 
-    return peak_after
+    return need_after
 
 
 def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
@@ -313,19 +349,19 @@ def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
     ]
 
 
-def _find_enough(peak_after: PeakAfter, changes: Sequence[Change], device_bytes: int) -> tuple[Change, ...] | None:
+def _find_enough(need_after: NeedAfter, changes: Sequence[Change], room: Room) -> tuple[Change, ...] | None:
     """The first of `changes` that fits, alone or with those before it, without the ones that are unnecessary."""
     taken: list[Change] = []
     for change in changes:
-        if peak_after([change]) <= device_bytes:
+        if need_after([change]).fits_memory(room):
             return (change,)
         taken.append(change)
-        if peak_after(taken) <= device_bytes:
+        if need_after(taken).fits_memory(room):
             break
     else:
         return None
     for change in reversed(list(taken)):
         fewer = [other for other in taken if other is not change]
-        if peak_after(fewer) <= device_bytes:
+        if need_after(fewer).fits_memory(room):
             taken = fewer
     return tuple(taken)

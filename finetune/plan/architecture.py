@@ -4,15 +4,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.config.facts import LARGEST_COUNTS, LARGEST_SIZES, ModelFacts, read_model_facts
-from finetune.config.families import PLANNED, Family, MixtureKeys, find_family
+from finetune.config.facts import (
+    LARGEST_COUNTS,
+    LARGEST_SIZES,
+    ModelFacts,
+    find_layer_class,
+    names_vision_language,
+    read_model_facts,
+    refuse_wrong_values,
+)
+from finetune.config.families import Family, MixtureKeys, find_family
 from finetune.config.pretrained import find_config_file
 from finetune.config.schema import Model
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
-from finetune.plan.towers import WHOLE, list_parts, split_config
+
+if TYPE_CHECKING:
+    from finetune.models.trace import Trace
+    from finetune.plan.activations import Computation
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +190,30 @@ class Architecture:
     prefix: str = "model"  # the name of the language model
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all decoder layers have the same tensors."""
+        return self.mixture is None
+
+    @property
+    def head_name(self) -> str:
+        """The name of the output head's weight; a tied one has it beside the embedding's."""
+        return "lm_head.weight"
+
+    @property
+    def layer_names(self) -> str:
+        """The number of decoder layers, and their class."""
+        return f"{self.layers} x {find_layer_class(self.model_type)}"
+
+    @property
+    def attending_layers(self) -> int:
+        """The decoder layers in which tokens are compared with each other."""
+        return self.layers
+
+    def trace(self, run: "Computation") -> "Trace | None":
+        """What the decoder layers hold, by their own code; None where the formulas of activations.py know them."""
+        return None
+
+    @property
     def text_names(self) -> tuple[str, ...]:
         """The beginnings of the names of what works on text."""
         return (f"{self.prefix}.", "lm_head.") if self.beside else ("",)
@@ -212,7 +247,7 @@ class Architecture:
     def tail(self) -> tuple[TensorShape, ...]:
         """The final norm, and the output head where it is a tensor of its own."""
         norm = TensorShape(f"{self.prefix}.norm.weight", (self.hidden,))
-        return (norm,) if self.tied else (norm, TensorShape("lm_head.weight", (self.vocabulary, self.hidden)))
+        return (norm,) if self.tied else (norm, TensorShape(self.head_name, (self.vocabulary, self.hidden)))
 
     def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
         """The weights [out, in] of the linear layers of decoder layer `layer`."""
@@ -232,6 +267,10 @@ class Architecture:
         else:
             passed = gated_linears(mlp, self.intermediate, self.hidden)
         return tuple(TensorShape(f"{name}.weight", shape) for name, shape in (attended | passed).items())
+
+    def adaptable(self) -> Mapping[str, tuple[TensorShape, ...]]:
+        """The weights that all-linear adapts, by their FSDP unit."""
+        return {f"layer {index}": self.linears(index) for index in range(self.layers)}
 
     def has_experts(self, layer: int) -> bool:
         """Whether decoder layer `layer` routes its tokens to experts."""
@@ -337,9 +376,31 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
     Raises `UserError` where there is none.
     """
     if model.model_config is not None:
-        return model.model_config, "model_config"
+        return split_config(model.model_config, model.drop_vision), "model_config"
     path = find_config_file(str(model.model_name_or_path), model.model_revision)
     return split_config(load_json(path), model.drop_vision), str(path)
+
+
+WHOLE = "vision_language_config"  # the key under which `split_config` keeps all of a config.json
+
+
+def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[str, Any]:
+    """The config of the language model alone, from a config.json. For a vision-language model the key WHOLE holds the
+    complete config, or None with `drop_vision`.
+
+    >>> config = {"model_type": "qwen2_5_vl", "architectures": ["VForConditionalGeneration"], "vision_config": {}}
+    >>> split_config(config)["model_type"]
+    'qwen2_5_vl_text'
+    """
+    text = config.get("text_config")
+    own = {**text} if isinstance(text, dict) else {**config}
+    if not names_vision_language(config):
+        return own
+    if not isinstance(text, dict) or "model_type" not in text:  # Qwen2.5-VL is published without a text_config
+        own["model_type"] = f"{config.get('model_type')}_text"
+    if "tie_word_embeddings" in config:
+        own["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return own | {WHOLE: None if drop_vision else config}
 
 
 def find_local_facts(model: Model) -> ModelFacts | None:
@@ -347,43 +408,70 @@ def find_local_facts(model: Model) -> ModelFacts | None:
     if model.model_config is None and not Path(str(model.model_name_or_path)).is_dir():
         return None
     try:
-        return read_architecture(*find_config(model)).facts
+        config, where = find_config(model)
+        return _read_known_facts(_read_sizes(config, where), where) if _is_in_table(config) else None
     except UserError:  # transformers may know the family, or says better what is wrong
         return None
+
+
+def _is_in_table(config: Mapping[str, Any]) -> bool:
+    """Whether the table gives the layers of the language model, which all have the same sizes."""
+    has_lists = any(isinstance(config.get(key), list | tuple) for key in (*LARGEST_SIZES, *LARGEST_COUNTS))
+    return bool(find_family(str(config.get("model_type"))).defaults) and not has_lists
+
+
+def _read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The config with the family's defaults. Raises `UserError` where a size is missing."""
+    defaults = find_family(str(config.get("model_type"))).defaults
+    sizes = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+    missing = [key for key in REQUIRED_SIZES if not isinstance(sizes.get(key), int)]
+    if missing:
+        raise UserError(
+            f"{where}: {', '.join(missing)}: missing or not a number; name the config.json of a transformers model"
+        )
+    return sizes
+
+
+def _read_known_facts(sizes: Mapping[str, Any], where: str) -> ModelFacts:
+    for part in (sizes.get(WHOLE) or {}, (sizes.get(WHOLE) or {}).get("vision_config") or {}):
+        refuse_wrong_values(part, where)
+    return read_model_facts(sizes, where, vision=WHOLE in sizes)
 
 
 def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """The architecture that a config.json describes; errors name `where`.
 
-    Raises `UserError` for a `model_type` whose layers the table does not give, and where a size is missing.
+    Of a family in the table without torch; of others, and beside the language model of a vision-language one, by the
+    class of transformers.
+
+    Raises `UserError` where a size is missing, or transformers cannot build the model.
 
     >>> config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 5,
     ...           "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": True}
     >>> read_architecture(config, "stories260k/config.json").parameters
     260032
     """
-    model_type = config.get("model_type")
-    family = find_family(str(model_type))
-    if not family.defaults:
-        raise UserError(f"{where}: model_type {model_type!r} cannot be planned; supported: {', '.join(PLANNED)}")
-    sizes = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
-    missing = [key for key in REQUIRED_SIZES if not isinstance(sizes.get(key), int)]
-    if missing:
-        raise UserError(
-            f"{where}: {', '.join(missing)}: missing or not a number; name the config.json of a transformers model"
-        )
     whole = config.get(WHOLE)
-    prefix, parts = ("model", ()) if whole is None else list_parts(whole, sizes["hidden_size"], where)
-    facts = read_model_facts(sizes, where, vision=WHOLE in config)
-    if lists := [key for key in (*LARGEST_SIZES, *LARGEST_COUNTS) if isinstance(sizes.get(key), list | tuple)]:
-        raise UserError(f"{where}: {', '.join(lists)}: a size for each layer cannot be planned; one number can")
+    if not _is_in_table(config):
+        from finetune.plan.built import read_built_architecture  # which imports torch
+
+        refuse_wrong_values(config, where)
+        own = {key: value for key, value in config.items() if key != WHOLE}
+        return read_built_architecture(own if whole is None else whole, where)
+    sizes = _read_sizes(config, where)
+    facts, family = _read_known_facts(sizes, where), find_family(str(config["model_type"]))
+    prefix, beside, tied = "model", (), bool(config.get("tie_word_embeddings", family.tied))
+    if whole is not None:
+        from finetune.plan.built import read_parts
+
+        prefix, beside, tied = read_parts(whole, where)
     heads = sizes["num_attention_heads"]
 
     def flag(fact: bool | str) -> bool:
         return bool(config.get(fact, family.attention_bias)) if isinstance(fact, str) else fact
 
     return Architecture(
-        model_type=str(model_type),
+        model_type=facts.model_type,
         hidden=sizes["hidden_size"],
         intermediate=sizes["intermediate_size"],
         layers=sizes["num_hidden_layers"],
@@ -391,7 +479,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         key_value_heads=sizes.get("num_key_value_heads") or heads,
         head_size=sizes.get("head_dim") or sizes["hidden_size"] // heads,
         vocabulary=sizes["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        tied=tied,
         query_key_value_bias=flag(family.query_key_value_bias),
         output_bias=flag(family.query_key_value_bias if family.output_bias is None else family.output_bias),
         mlp_bias=flag(family.mlp_bias),
@@ -402,6 +490,6 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         query_key_norm=family.query_key_norm is not None
         and (family.query_key_norm_key is None or bool(config.get(family.query_key_norm_key))),
         attention_dropout=config.get("attention_dropout") or 0.0,
-        beside=tuple(tuple(TensorShape(*tensor) for tensor in part) for part in parts),
+        beside=beside,
         prefix=prefix,
     )

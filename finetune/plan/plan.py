@@ -22,7 +22,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import Method, Model, Recipe
 from finetune.constants import ITEMSIZE, grow_rows
 from finetune.errors import UserError
-from finetune.plan.advice import Advice, advise, describe_changes
+from finetune.plan.advice import Advice, Room, advise, describe_changes
 from finetune.plan.architecture import Architecture, find_config, read_architecture
 from finetune.plan.run_spec import CPU_PROCESS_BYTES, Disk, Host, RunSpec, TeacherSpec, plan_disk, plan_host
 from finetune.plan.speed import ASSUMED_MFU, Links, Speed, estimate_speed
@@ -86,6 +86,7 @@ def make_plan(
     config, where = find_config(recipe.model)
     recipe = adopt_published_names(complete_lora(recipe), str(config.get("model_type")))
     asked, (architecture, recipe) = recipe, _with_tokens(read_architecture(config, where), recipe)
+    stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))
     spec = RunSpec(
         architecture=architecture,
         recipe=adopt_quantization(recipe, architecture.facts),
@@ -94,16 +95,20 @@ def make_plan(
         device="cpu" if on_cpu or sharding.use_cpu else "cuda",
         grouped_attention=_torch_version() >= (2, 12),
         teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe.method),
+        base_dtype=stored_dtype if stored_dtype in ITEMSIZE else "bfloat16",
         images=images,
     )
     problems = refuse_problems(replace(spec, recipe=asked).find_problems())
-    stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))
     phases, speed = plan_phases(spec), estimate_speed(spec, mfu, read, links)
-    remarks = (*_find_remarks(config, recipe.data.max_length), *_judge_pipeline(spec, speed, mfu, links))
+    remarks = (
+        *_find_remarks(config, recipe.data.max_length),
+        *_describe_traces(spec),
+        *_judge_pipeline(spec, speed, mfu, links),
+    )
     return Plan(
         spec=spec,
         phases=phases,
-        disk=plan_disk(spec, stored_dtype if stored_dtype in ITEMSIZE else "bfloat16"),
+        disk=plan_disk(spec),
         host=plan_host(spec, max(phase.peak.total for phase in phases)),
         speed=speed,
         remarks=(*map(str, problems), *remarks),
@@ -127,6 +132,18 @@ def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
         f"max_length {max_length:,} is beyond the {positions:,} positions that the model was made for{scaled} "
         "(max_position_embeddings of its config); a document longer than these trains positions that it has not seen"
     )
+
+
+def _describe_traces(spec: RunSpec) -> Iterator[str]:
+    """How activations were counted where no formula is known, or that they were not."""
+    packages = spec.architecture.family.recurrence and spec.architecture.family.recurrence.packages
+    if spec.uncounted:
+        yield f"activations are not counted, so that memory is what is needed without them: {spec.uncounted}"
+    elif spec.architecture.trace(spec.computation) is not None and packages and spec.device == "cuda":
+        yield (
+            "recurrent layers are counted as transformers' own code computes them, which runs without "
+            f"{' and '.join(packages)} and holds more than their kernels"
+        )
 
 
 def _judge_pipeline(spec: RunSpec, speed: Speed, mfu: float, links: Links | None) -> Iterator[str]:
@@ -199,8 +216,11 @@ def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
     return "\n\n".join([header, align_columns(rows, left=(0, len(rows[0]) - 1)), "\n".join(needs)])
 
 
-def to_dict(plan: Plan, advice: Advice | None = None, *, has_config: bool = False) -> dict[str, Any]:
-    """The plan as JSON: bytes and seconds; `has_config` as in `describe_changes`."""
+def to_dict(
+    plan: Plan, advice: Advice | None = None, room: Room | None = None, *, has_config: bool = False
+) -> dict[str, Any]:
+    """The plan as JSON: bytes and seconds; `has_config` as in `describe_changes`. What is not compared with all of the
+    room has null for `fits`, unless it does not fit what is known of it."""
     spec = plan.spec
     found: dict[str, Any] = {
         "parameters": spec.architecture.parameters,
@@ -225,7 +245,8 @@ def to_dict(plan: Plan, advice: Advice | None = None, *, has_config: bool = Fals
         },
     }
     if advice is not None:
-        found["fits"], changes = advice.fits, advice.changes
+        is_known = room is not None and room.is_known and not spec.uncounted
+        found["fits"], changes = advice.fits if is_known or not advice.fits else None, advice.changes
         found["changes"] = changes and describe_changes(changes, spec.sharding.source, has_config=has_config)
     return found
 
@@ -274,12 +295,8 @@ def _torch_version() -> tuple[int, int]:
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
-    """Prints the plan of `arguments.recipe`. Returns 1 where it does not fit --gpu-memory, else 0."""
-    if arguments.gpu_memory is not None and (read := read_gpu_memory(arguments.gpu_memory)) != arguments.gpu_memory:
-        print(f"--gpu-memory {arguments.gpu_memory}: read as {read}", file=sys.stderr)
-    limit = None if arguments.gpu_memory is None else _read_size("--gpu-memory", read_gpu_memory(arguments.gpu_memory))
-    if limit is not None and limit < MIB:
-        raise UserError(f"--gpu-memory {arguments.gpu_memory}: is {limit} bytes; write a unit, for example 80GiB")
+    """Prints the plan of `arguments.recipe`. Returns 1 where it does not fit what is given of a machine, else 0."""
+    room = read_room(arguments.gpu_memory, arguments.host_memory, arguments.disk)
     mfu = ASSUMED_MFU if arguments.mfu is None else arguments.mfu
     if not 0 < mfu <= 1:
         raise UserError(f"--mfu {mfu}: must be above 0 and at most 1; for example --mfu 0.4")
@@ -291,17 +308,37 @@ def plan_command(arguments: argparse.Namespace) -> int:
     ranks = arguments.num_processes or _assume_ranks(recipe, arguments.config)
     sharding = read_planned_sharding(recipe, arguments.config, ranks)
     plan = make_plan(recipe, sharding, ranks, mfu=mfu, links=_read_links(arguments))
-    advice = None if limit is None else advise(plan.spec, limit)
+    advice = None if room == Room(None) else advise(plan.spec, room)
     has_config = arguments.config is not None
     if arguments.json:
-        print(json.dumps(to_dict(plan, advice, has_config=has_config), indent=2))
+        print(json.dumps(to_dict(plan, advice, room, has_config=has_config), indent=2))
     else:
         print(format_plan(plan, ranks_assumed=arguments.num_processes is None))
         if arguments.num_processes is None:
-            print("\n" + format_layouts(compare_layouts(plan.spec), TABLE_RANKS, limit))
-        if advice is not None and limit is not None:
-            print("\n" + format_advice(advice, limit, sharding.source, has_config=has_config))
+            print("\n" + format_layouts(compare_layouts(plan.spec), TABLE_RANKS, room.device))
+        if advice is not None:
+            is_uncounted = plan.spec.uncounted is not None
+            print("\n" + format_advice(advice, room, sharding.source, has_config=has_config, uncounted=is_uncounted))
     return 0 if advice is None or advice.fits else 1
+
+
+def read_room(gpu_memory: str | None, host_memory: str | None = None, disk: str | None = None) -> Room:
+    """What a machine has, by these flags. A bare number is read as GiB, which is said on stderr.
+
+    Raises `UserError` for what is no size.
+    """
+    sizes: list[int | None] = []
+    for flag, text in (("--gpu-memory", gpu_memory), ("--host-memory", host_memory), ("--disk", disk)):
+        if text is None:
+            sizes.append(None)
+            continue
+        if (read := read_gpu_memory(text)) != text:
+            print(f"{flag} {text}: read as {read}", file=sys.stderr)
+        size = _read_size(flag, read)
+        if size < MIB:
+            raise UserError(f"{flag} {text}: is {size} bytes; write a unit, for example 80GiB")
+        sizes.append(size)
+    return Room(*sizes)
 
 
 def _read_links(arguments: argparse.Namespace) -> Links:

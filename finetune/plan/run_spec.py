@@ -43,7 +43,7 @@ class TeacherSpec:
     def flop_per_token(self, length: int) -> float:
         """FLOP of the forward of one token in rows of `length`: a third of those of training."""
         a = self.architecture
-        sizes = {"parameters": count_multiplied(a), "layers": a.layers, "heads": a.heads}
+        sizes = {"parameters": count_multiplied(a), "layers": a.attending_layers, "heads": a.heads}
         return flop_per_token(**sizes, head_size=a.mean_head_size, length=length) / 3
 
 
@@ -61,6 +61,7 @@ class RunSpec:
     grouped_attention: bool = True  # see Computation
     teacher: TeacherSpec | None = None
     stage: int = 0
+    base_dtype: str = "bfloat16"  # of the base's files
     images: str | None = None  # the family of the whole model, where rows hold images
 
     def find_problems(self) -> list[Problem]:
@@ -258,6 +259,13 @@ class RunSpec:
         )
 
     @property
+    def uncounted(self) -> str | None:
+        """Why the activations of the model, or of its teacher, cannot be counted; None where they are."""
+        models = [self.architecture] if self.teacher is None else [self.architecture, self.teacher.architecture]
+        traces = [a.trace(self.computation) for a in models]
+        return next((trace.failure for trace in traces if trace is not None and trace.failure), None)
+
+    @property
     def drops_attention(self) -> bool:
         """Whether attention has dropout while training: the recipe's, else the model's own."""
         ours = self.recipe.model.attention_dropout
@@ -384,8 +392,8 @@ class Host:
         return self.processes + self.offloaded + self.activations + self.buffers + max(self.saving, self.export)
 
 
-def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
-    """Disk for the kept checkpoints and the export, in the recipe's `export_dtype` or else `base_dtype`."""
+def plan_disk(spec: RunSpec) -> Disk:
+    """Disk for the kept checkpoints and the export, in the recipe's `export_dtype` or else that of the base's files."""
     trained, lora = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.lora.use_peft
     recipe, files, optim = spec.recipe.checkpoint, spec.files(), spec.recipe.optimization.optim
     moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True) for t in trained)
@@ -397,7 +405,7 @@ def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
         checkpoint=checkpoint,
         checkpoints_kept=recipe.save_total_limit,
         checkpoints=checkpoint * ((recipe.save_total_limit or 1) + 1),
-        export=_exported_bytes(spec, ITEMSIZE[recipe.export_dtype or base_dtype]) if recipe.export_at_end else 0,
+        export=_exported_bytes(spec, ITEMSIZE[recipe.export_dtype or spec.base_dtype]) if recipe.export_at_end else 0,
         adapter=sum(t.numel * t.itemsize for t in trained) if lora else 0,
         offload=files.size * min(spec.ranks, spec.ranks_per_node) if files is not None else 0,
         rollouts=is_handed_over * (weights + 2 * ITEMSIZE[spec.compute_dtype] * sum(t.numel for t in stored)),

@@ -22,7 +22,6 @@ from finetune.config.schema import Lora, Model, Quantization
 from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE
 from finetune.plan.architecture import Architecture, TensorShape
 
-HEAD = "lm_head.weight"
 BESIDE = "beside"  # begins the units of what is beside a language model
 FLAT_ALIGNMENT = 16  # bytes, of each tensor in FSDP1's flat parameter (_flat_param.py, _get_aligned_numel)
 
@@ -77,19 +76,18 @@ def list_state_tensors(
     """
     itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
     units = _list_units(architecture)
-    linears = {f"layer {index}": architecture.linears(index) for index in range(architecture.layers)}
+    linears, head = architecture.adaptable(), architecture.head_name
     weights = {f"layer {index}": architecture.quantizable(index) for index in range(architecture.layers)}
-    names = {
-        t.name: [t.name, HEAD] if architecture.tied and unit == "embedding" else [t.name]
-        for unit, ts in units
-        for t in ts
-    }
+    names = {tensor.name: [tensor.name] for _, tensors in units for tensor in tensors}
+    if architecture.tied:
+        names[architecture.embedding.name] = [architecture.embedding.name, head]
     text = architecture.text_names
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values(), text)
     if lora.use_peft:
-        refuse_adapted_head("lm_head", next(its for its in names.values() if HEAD in its), lora)
+        of_head = head.removesuffix(".weight")
+        refuse_adapted_head(of_head, next(its for its in names.values() if head in its), lora)
         experts = [tensor.name for index in range(architecture.layers) for tensor in architecture.experts(index)]
-        layers = ["lm_head", *(t.name.removesuffix(".weight") for ts in linears.values() for t in ts)]
+        layers = [of_head, *(t.name.removesuffix(".weight") for ts in linears.values() for t in ts)]
         refuse_unknown_layers(lora, layers, "the model", has_experts=bool(experts))
         refuse_other_parameters(lora.lora_target_parameters, experts, list(names))
     trained = set() if lora.use_peft else find_trained(list(names.values()), model, text)
@@ -329,10 +327,10 @@ def split_into_units(
     `fp8`: the names of what is gathered in 8 bits; `shards`: the ranks that hold one replica."""
     widest, layers = architecture.widest_layer, Unit(0, 0)
     embedding, one, tail = (_unit(tensors, name, fp8) for name in ("embedding", f"layer {widest}", "tail"))
-    if architecture.mixture is None:
+    if architecture.is_uniform:
         count = architecture.layers
         layers = Unit(one.numel * count, one.trained * count, one.fp8 * count)
-    else:  # some layers may be dense
+    else:
         for index in range(architecture.layers):
             layers += _unit(tensors, f"layer {index}", fp8)
     if sharding.wrapping == "SIZE_BASED_WRAP":

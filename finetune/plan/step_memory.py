@@ -17,7 +17,7 @@ from finetune.plan.activations import (
     working_bytes,
 )
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import HEAD, State
+from finetune.plan.state import State
 from finetune.plan.temporary_memory import (
     LayoutMemory,
     Snapshot,
@@ -165,11 +165,12 @@ def _within_layer(spec: RunSpec, done: int) -> Iterator[tuple[int, int]]:
     factors = expert_factor_bytes(a, run).layer if is_again else 0
     activations = _after_layers(spec, done) - spec.tokens * a.hidden * run.residual_itemsize + factors
     activations += spec.tokens * (recomputed_bytes(a, run) + working_bytes(a, run) + prefetched_bytes(a, run))
-    mlp = [
-        tensor
-        for tensor in spec.part_tensors
-        if tensor.trainable and tensor.unit == f"layer {a.widest_layer}" and ".mlp." in tensor.name
-    ]
+    unit = f"layer {a.widest_layer}"
+    trained = [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit == unit]
+    if a.trace(run) is not None:  # where its MLP is, is not known
+        yield activations, sum(tensor.numel // tensor.divided for tensor in trained)
+        return
+    mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
     down = sum(tensor.numel // tensor.divided for tensor in mlp if "down_proj" in tensor.name)
     yield activations, down
     freed = spec.tokens * (layer_bytes(a, run)["mlp"] + a.mlp_width * run.itemsize)
@@ -281,7 +282,7 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
 def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
     """The keys and values of so many tokens in all layers, as if each attended to all of its document."""
     a = spec.computed
-    return int(2 * tokens * a.layers * a.key_value_heads * a.mean_head_size * spec.computation.itemsize)
+    return int(2 * tokens * a.attending_layers * a.key_value_heads * a.mean_head_size * spec.computation.itemsize)
 
 
 def find_peak(spec: RunSpec) -> Snapshot:
@@ -373,7 +374,8 @@ def loss_backward_bytes(spec: RunSpec) -> int:
 
 
 def _head_gradient(spec: RunSpec) -> int:
-    head = spec.architecture.embedding.name if spec.architecture.tied else HEAD
+    a = spec.architecture
+    head = a.embedding.name if a.tied else a.head_name
     is_trained = any(tensor.trainable for tensor in spec.tensors if tensor.name == head)
     return FP32 * spec.part.vocabulary * spec.part.hidden if is_trained else 0
 

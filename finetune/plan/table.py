@@ -4,11 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from finetune.config.facts import find_layer_class
 from finetune.config.layout import frozen_dtype
 from finetune.config.quantization import describe_quantization
 from finetune.flops import FORMULA
-from finetune.plan.advice import Advice, describe_changes
+from finetune.plan.advice import Advice, Need, Room, describe_changes
 from finetune.plan.run_spec import Disk, Host, RunSpec
 from finetune.plan.speed import (
     ASSUMED_DEVICE,
@@ -79,7 +78,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     return "\n".join(
         [
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {active}{count(trained)} trained"
-            f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {find_layer_class(a.model_type)}",
+            f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layer_names}",
             *_describe_teacher(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
             *(f"           {line}" for line in (sharding.describe_sequences(spec.ranks), *sharding.translated) if line),
@@ -267,23 +266,51 @@ def format_storage(room: Disk, node: Host) -> str:
     return "\n".join(lines)
 
 
-def format_advice(advice: Advice, device_bytes: int, source: str, *, has_config: bool) -> str:
-    """Whether it fits, and if not, what to change; `source` and `has_config` as in `describe_changes`."""
-    limit = gib(device_bytes)
+def format_advice(advice: Advice, room: Room, source: str, *, has_config: bool, uncounted: bool = False) -> str:
+    """Whether it fits, and if not, what to change; `source` and `has_config` as in `describe_changes`.
+
+    Where something is not known of the room, or not counted, it says what is required instead.
+    """
     if advice.fits:
-        return f"fits       {gib(advice.peak)} of {limit} GiB"
+        label = "fits       " if room.is_known and not uncounted else "requires   "
+        without = ", without activations, which are not counted" if uncounted else ""
+        return f"{label}{compare_need(advice.need, room)}{without}{name_unknown(room)}"
+    first = f"too large  {compare_need(advice.need, room)}"
     if advice.changes is None:
         ranks = f"; {advice.ranks} ranks would be enough" if advice.ranks else ""
         tried = [text for each in advice.tried for text in describe_changes([each], source, has_config=has_config)]
-        return (
-            f"too large  even with all changes that go together it takes {gib(advice.peak)} of {limit} GiB{ranks}\n"
-            f"           tried: {', '.join(tried)}"
-        )
-    takes = f"{gib(advice.peak)} GiB, and {gib(advice.host)} GiB of a node's memory"
-    lines = [f"too large  for {limit} GiB; with this it takes {takes}:"]
+        assert advice.after is not None, "what all changes leave"
+        after = f"even with all changes that go together {compare_need(advice.after, room)}{ranks}"
+        return f"{first}\n           {after}\n           tried: {', '.join(tried)}"
+    if advice.after is None:
+        less = "a smaller save_total_limit, export_at_end=false, or output_dir on another disk"
+        return f"{first}\n           less disk: {less}"
+    lines = [first, f"           with this {compare_need(advice.after, room)}{name_unknown(room)}:"]
     texts = describe_changes(advice.changes, source, has_config=has_config)
     lines += [f"           {text}   ({change.cost})" for text, change in zip(texts, advice.changes, strict=True)]
     return "\n".join(lines)
+
+
+def compare_need(need: Need, room: Room) -> str:
+    """What a run needs of each part of a machine, and what that has, where it is known.
+
+    >>> compare_need(Need(20 * GIB, 211 * GIB, 45 * GIB), Room(24 * GIB, 62 * GIB))
+    '20.00 of 24.00 GiB on each GPU, 211 of 62.00 GiB of host memory, 45.00 GiB of disk'
+    """
+    parts = (
+        (need.device, room.device, "on each GPU"),
+        (need.host, room.host, "of host memory"),
+        (need.disk, room.disk, "of disk"),
+    )
+    shown = (f"{gib(needed)}{'' if has is None else f' of {gib(has)}'} GiB {what}" for needed, has, what in parts)
+    return ", ".join(shown)
+
+
+def name_unknown(room: Room) -> str:
+    """The flags that would say what is not known."""
+    flags = {"--gpu-memory": room.device, "--host-memory": room.host, "--disk": room.disk}
+    missing = [flag for flag, has in flags.items() if has is None]
+    return f"; compare with {' and '.join(missing)}" if missing else ""
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:

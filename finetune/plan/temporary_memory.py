@@ -176,7 +176,7 @@ def dequantized_at_once(a: Architecture, expert_ranks: int = 1) -> int:
     """Numbers that are dequantized at once: of the largest linear layer, or of a rank's experts of a layer."""
     layer = a.widest_layer
     experts = sum(weight.numel for weight in a.experts(layer)) // expert_ranks
-    return max(*(linear.numel for linear in a.linears(layer)), experts)
+    return max([experts, *(linear.numel for linear in a.linears(layer))])
 
 
 def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:

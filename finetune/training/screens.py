@@ -313,7 +313,7 @@ def check_offload_dir(recipe: Recipe, world: World) -> None:
         return
     folder = Path(recipe.optimization.offload_dir or "")
     needed = 0
-    with suppress(UserError):  # a family that trains, but cannot be planned: the files themselves will find out
+    with suppress(UserError):  # a model of its own code, which cannot be planned: the files themselves will find out
         files = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu").spec.files()
         needed = files.size * world.local_size if files is not None else 0
     RankGroup(world).on_all(
@@ -339,7 +339,7 @@ def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemor
         lines.append(f"measured   {gib(measured)} GiB allocated at most, of {gib(total)} GiB on the device")
     try:
         plan = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu")
-    except UserError as refusal:  # a family that trains, but cannot be planned
+    except UserError as refusal:  # a model of its own code, which cannot be planned
         lines.append(f"planned    not known: {refusal}")
         lines.append(
             "next       more ranks, activation checkpointing, or a smaller max_length or per_device_train_batch_size"

@@ -59,10 +59,10 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
     [
         (1, "24GiB", (), {"use_peft": True, "learning_rate": 2e-4}),
         (8, "80GiB", (), {"use_peft": False, "learning_rate": 1e-5}),
-        (8, "80GiB", ("--method", "lora"), {"use_peft": True}),
-        (1, "40GiB", ("--method", "full"), {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"}),
+        (8, "80GiB", ("--train", "lora"), {"use_peft": True}),
+        (1, "40GiB", ("--train", "full"), {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"}),
         (1, "12GiB", (), {"use_peft": True, "load_in_8bit": True}),
-        (2, "10GiB", ("--method", "full"), {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"}),
+        (2, "10GiB", ("--train", "full"), {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"}),
         (3, "80GiB", (), {"use_peft": False}),
     ],
 )
@@ -77,7 +77,9 @@ def test_what_it_writes_fits_by_the_plan(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = make_chat(tmp_path / "chat.jsonl", rows=2000)
-    printed = init("--model", llama, "--data", data, "--gpus", gpus, "--gpu-memory", memory, *options)
+    machine = ("--gpus", gpus, "--gpu-memory", memory, "--host-memory", "512GiB", "--disk", "2TiB")
+    printed = init("--model", llama, "--data", data, *machine, *options)
+    assert f"by the plan it fits {gpus} GPU" in printed and " of 512 GiB of host memory, " in printed
     commands = {line.split()[0]: shlex.split(line)[2:] for line in printed.splitlines() if " finetune " in line}
     assert main(commands["plan"]) == 0, "the plan that it prints says that it fits"
     assert "\nfits " in capsys.readouterr().out
@@ -104,7 +106,13 @@ def test_what_it_writes_fits_by_the_plan(
             ("--method", "grpo", "--rewards", "exact_answer, length"),
             {"method": "grpo", "rewards": ["exact_answer", "length"], "max_completion_length": 256, "max_length": 512},
         ),
-        ({"question": "a", "answer": "b"}, ("--method", "qlora"), {"load_in_4bit": True, "use_peft": True}),
+        ({"question": "a", "answer": "b"}, ("--train", "qlora"), {"load_in_4bit": True, "use_peft": True}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ("--train", "lora"), {"method": "dpo", "use_peft": True, "learning_rate": 5e-6}),
+        (
+            {"question": "a", "answer": "b"},
+            ("--method", "grpo", "--rewards", "length", "--train", "lora"),
+            {"method": "grpo", "use_peft": True},
+        ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )  # fmt: skip
@@ -142,8 +150,64 @@ def test_a_sample_of_the_rows_is_checked_as_inspect_does(
     )
     shown = capsys.readouterr().out
     assert "fatal: tool_calls_dropped: in 40 of 40 rows the chat template drops tool calls" in shown
+    assert "\ntrain " not in shown and "\nplan " not in shown, "nothing is trained of what is fatal"
+    fixed = re.search(r"^fix     the same command with --chat-template (\S+) --overwrite", shown, re.M)
+    assert fixed is not None
     assert main(["inspect", "--recipe", str(output), "--rows", "0"]) == 2
     assert "fatal: tool_calls_dropped" in capsys.readouterr().out
+    again = ["init", "--model", str(tiny_llama()), "--data", str(data), "--gpus", "0", "--output", str(output)]
+    assert main([*again, "--chat-template", fixed[1], "--overwrite"]) == 0
+    assert "\ntrain   finetune launch" in capsys.readouterr().out
+    assert read_recipe(str(output)).data.chat_template == fixed[1]
+    assert main(["inspect", "--recipe", str(output), "--rows", "0"]) == 0
+
+
+def test_the_key_that_makes_rows_trainable_is_offered_at_a_terminal(
+    tiny_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    data, asked = write_rows(tmp_path / "calls.jsonl", *[{"messages": turns}] * 40), list[str]()
+    monkeypatch.setattr("finetune.init.cli.is_interactive", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "yes")
+    given = ["--model", str(tiny_llama()), "--data", str(data), "--gpus", "0", "--method", "sft", "--train", "full"]
+    assert main(["init", *given, "--output", str(tmp_path / "r.yaml")]) == 0
+    (question,) = asked
+    assert "tool_calls_dropped" in question and "Write it into the recipe? [yes]: " in question
+    assert "\ntrain   finetune launch" in capsys.readouterr().out
+    assert main(["inspect", "--recipe", str(tmp_path / "r.yaml"), "--rows", "0"]) == 0
+
+
+def test_what_needs_more_host_memory_than_there_is_does_not_fit(
+    llama: Path, tmp_path: Path, init: Callable[..., str]
+) -> None:
+    """All parameters of an 8B on a card of 24 GiB by offload to the host, which takes 211 GiB there."""
+    data = make_chat(tmp_path / "chat.jsonl", rows=2000)
+    given = ("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "24GiB", "--train", "full")
+    unknown = init(*given)
+    assert "by the plan it requires 4." in unknown and "fits" not in unknown
+    needed = re.search(r"GPU, (\d+) GiB of host memory, [\d.]+ GiB of disk; compare with", unknown, re.M)
+    assert needed is not None and int(needed[1]) > 150
+    enough = init(*given, "--host-memory", f"{int(needed[1]) + 1}GiB", "--disk", "2TiB")
+    assert "by the plan it fits 1 GPU of 24GiB: " in enough
+    (tmp_path / "r.yaml").unlink()
+    for flags, said in (
+        (
+            ("--host-memory", "64GiB"),
+            "does not fit 1 GPU of 24GiB with 64GiB of host memory, whatever is changed; --train",
+        ),
+        (("--host-memory", "512GiB", "--disk", "20GiB"), "needs 284 GiB of disk, and there are 20GiB; make room"),
+    ):
+        assert init(*given, *flags, code=2).startswith(f"{llama}: {said}")
+    assert "adapters (LoRA)" in init(*given[:-2], "--host-memory", "64GiB", "--disk", "100GiB")
+
+
+def test_of_what_is_not_held_out_no_comment_speaks(llama: Path, tmp_path: Path, init: Callable[..., str]) -> None:
+    data = tmp_path / "book.txt"
+    data.write_text("Call me Ishmael. Some years ago, never mind how long precisely.\n" * 20)
+    init("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "80GiB")
+    written = (tmp_path / "r.yaml").read_text()
+    assert "eval_" not in written and "held-out" not in written and "held out" not in written
 
 
 def test_what_only_an_accelerate_file_can_say_is_not_chosen(llama: Path, tmp_path: Path) -> None:
@@ -151,6 +215,7 @@ def test_what_only_an_accelerate_file_can_say_is_not_chosen(llama: Path, tmp_pat
     data = make_chat(tmp_path / "chat.jsonl", rows=2)
     given = {"model_name_or_path": str(llama), "datasets": [{"path": str(data)}], "max_length": 131072}
     fit = fit_recipe(given, 100.0, Hardware(4, "32GiB"), "lora")
+    assert fit.need.device == fit.plan.peak_bytes <= 32 * 2**30
     assert [text.partition("=")[0] for text, _ in fit.changes] == ["activation_offload", "max_length"]
 
 
@@ -233,7 +298,7 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         (("--model", llama, "--data", later), f"{later}:2: completion: text is expected, found nothing"),
         (("--model", llama, "--data", ""), "--data: empty; leave the flag out to be asked, or give a value"),
         (
-            ("--model", llama, "--data", pairs, "--method", "lora"),
+            ("--model", llama, "--data", pairs, "--method", "sft"),
             f"{pairs}: rejected: method: dpo or orpo or simpo learns from pairs; to train on the chosen answers alone, pass "
             "--completion-column chosen\n",
         ),
@@ -250,6 +315,11 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
             ("--model", llama, "--data", pairs, "--method", "dpo", "--teacher", llama, "--gpus", 0),
             "--teacher: is for --method distill",
         ),
+        (
+            ("--model", llama, "--data", pairs, "--method", "lora", "--gpus", 0),
+            "--method: lora is what is trained: --train lora; --method says what it learns from: dpo, orpo, simpo, kto",
+        ),
+        (("--model", llama, "--data", pairs, "--train", "dora", "--gpus", 0), "--train: dora: one of auto, full, lora"),
         (
             ("--model", llama, "--data", rows, "--text-column", "u", "--method", "distill", "--gpus", 0),
             "--teacher: needed, since there is no terminal to ask at",
@@ -306,7 +376,23 @@ def test_a_wrong_answer_is_asked_again(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b", "n": 3})
-    answers = ["./gone", str(llama), "./gone.jsonl", str(rows), "u", "n", "v", "dpo", "qlora", "two", "2", "80MB", "80"]
+    answers = [
+        "./gone",
+        str(llama),
+        "./gone.jsonl",
+        str(rows),
+        "u",
+        "n",
+        "v",
+        "dpo",
+        "sft",
+        "dora",
+        "qlora",
+        "two",
+        "2",
+        "80MB",
+        "80",
+    ]
     monkeypatch.setattr("finetune.init.cli.is_interactive", lambda: True)
     monkeypatch.setattr("finetune.init.cli.is_interactive", lambda: True)
     monkeypatch.setattr("builtins.input", lambda _: answers.pop(0))
@@ -322,6 +408,7 @@ def test_a_wrong_answer_is_asked_again(
         f"{rows}:",
         "n:",
         "--method:",
+        "--train:",
         "--gpus:",
         "--gpu-memory:",
         "memory",
@@ -349,7 +436,8 @@ def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
             ("Which one holds the prompt or question? (none: plain text): ", "w"),
             ("w: no such column; there are u, v\r\nWhich one holds the prompt or question? (none: plain text): ", "u"),
             ("Which one holds the answer?: ", "v"),
-            ("Method (auto, full, lora, qlora, distill, grpo) [auto]: ", "full"),
+            ("Learn from what? sft learns the answers; distill learns ", ""),
+            ("Train what? auto: all parameters where they fit, else adapters; full, lora, qlora [auto]: ", "full"),
             ("GPUs for the run (0: the CPU) ", "2"),
             ("Memory of each GPU [", "80GiB"),
         ):
@@ -364,7 +452,7 @@ def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
             inner
         )  # not before: reading a terminal that nobody else has open fails, with what it still holds unread
         os.close(terminal)
-    assert "fits 2 GPUs of 80GiB: " in shown
+    assert "by the plan it requires " in shown, "the host of those GPUs is not known"
     entry = yaml.safe_load((tmp_path / "r.yaml").read_text())["datasets"][0]
     assert (entry["prompt_column"], entry["completion_column"]) == ("u", "v")
 

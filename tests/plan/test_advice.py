@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.plan.advice import advise, apply_changes, describe_changes, list_changes
+from finetune.plan.advice import Room, advise, apply_changes, describe_changes, list_changes
 from finetune.plan.run_spec import plan_host
 from finetune.plan.speed import HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, estimate_speed
 from finetune.plan.step_memory import find_peak, plan_phases
@@ -30,10 +30,10 @@ def test_smaller_moments_are_suggested_first_and_a_shorter_row_after_all_that_ke
     )
     needed = find_peak(planned).total
     for limit, first in ((needed - GIB, cheap[0]), (needed - 40 * GIB, cheap[1])):
-        advice = advise(planned, limit)
+        advice = advise(planned, Room(limit))
         assert advice.changes is not None
         assert [change.text for change in advice.changes] == [first]
-        assert advice.peak <= limit
+        assert advice.after is not None and advice.after.device <= limit
 
 
 def test_what_fits_with_cheap_changes_together_needs_no_offload() -> None:
@@ -41,7 +41,7 @@ def test_what_fits_with_cheap_changes_together_needs_no_offload() -> None:
     planned = make_spec(LLAMA_31_8B, ranks=1, rows=4, max_length=8192)
     cheap = takewhile(lambda change: not change.text.startswith("accelerate_config"), list_changes(planned))
     everything_cheap, _ = apply_changes(planned, cheap)
-    advice = advise(planned, find_peak(everything_cheap).total)
+    advice = advise(planned, Room(find_peak(everything_cheap).total))
     assert advice.changes is not None
     assert not any("cpu_offload" in change.text or "use_peft" in change.text for change in advice.changes)
 
@@ -96,7 +96,7 @@ def test_dividing_experts_is_suggested_where_a_mixture_is_gathered_whole() -> No
     peak, layer = find_peak(planned).total, 3 * 128 * 4096 * 1536  # numbers of its experts
     less = peak - find_peak(change.apply(planned)).total
     assert 7 / 8 * 2 * (2 * layer) < less  # in bf16: the layer in use and the gather of the next, or its gradients
-    assert [each.text for each in advise(planned, peak - less).changes or ()] == [change.text]
+    assert [each.text for each in advise(planned, Room(peak - less)).changes or ()] == [change.text]
     assert "use_peft=true load_in_4bit=true" in [each.text for each in list_changes(planned)]
     hybrid, divided = replace(FULL_SHARD, strategy="HYBRID_SHARD"), replace(FULL_SHARD, sequence_parallel_size=8)
     for spec, expected in (
@@ -135,12 +135,12 @@ def test_what_is_suggested_together_is_supported_together() -> None:
     """Changes that keep each other out, such as offloaded activations and divided rows, are tried in turns: no example is cut
     where dividing rows comes first."""
     planned = make_spec(LLAMA_31_70B, ranks=16, max_length=262_144, global_batch_size=16)
-    advice = advise(planned, 120 * GIB)
+    advice = advise(planned, Room(120 * GIB))
     assert advice.changes is not None
     texts = [change.text for change in advice.changes]
     assert any("cp_size: 8" in text for text in texts) and not any("max_length" in text for text in texts)
     changed, left_out = apply_changes(planned, advice.changes)
-    assert not left_out and find_peak(changed).total == advice.peak <= 120 * GIB
+    assert advice.after is not None and not left_out and find_peak(changed).total == advice.after.device <= 120 * GIB
     assert {problem.rule for problem in changed.find_problems()} <= {
         problem.rule for problem in planned.find_problems()
     }
@@ -150,12 +150,25 @@ def test_what_is_suggested_together_is_supported_together() -> None:
     assert [change.text.split("=")[0] for change in apply_changes(planned, together)[1]] == ["optim_offload"]
 
 
+def test_a_change_that_the_host_has_no_memory_for_is_not_suggested() -> None:
+    """Offload to the host takes 211 GiB of it: with less, moments in files or in fewer bits too, or adapters."""
+    planned, text = make_spec(LLAMA_31_8B, ranks=1), "accelerate_config=fsdp_cpu_offload"
+    for host, expected in ((None, [text]), (212, [text]), (128, [text, "optim_offload=nvme"]), (32, ["use_peft=true"])):
+        room = Room(24 * GIB, None if host is None else host * GIB)
+        advice = advise(planned, room)
+        assert advice.changes is not None and advice.after is not None and advice.after.fits(room)
+        assert {change.text.split()[0] for change in advice.changes} == set(expected)
+    assert not advise(planned, Room(200 * GIB, 2 * GIB)).fits and advise(planned, Room(200 * GIB)).fits
+    full = advise(planned, Room(200 * GIB, 512 * GIB, 100 * GIB))
+    assert not full.fits and full.changes == () and full.after is None, "nothing is changed for the disk's sake"
+
+
 def test_rows_are_cut_only_where_nothing_else_is_enough() -> None:
     """Ranks of several nodes may divide a row, and two changes that others keep out may go together."""
     long = make_spec(LLAMA_31_70B, ranks=16, max_length=131_072, global_batch_size=16)
     mixture = make_spec(QWEN3_235B, ranks=32, max_length=8192, global_batch_size=32)
     for planned, limit, expected in ((long, 80, "cp_size: 16"), (mixture, 80, "expert_parallel_size=8")):
-        advice = advise(planned, limit * GIB)
+        advice = advise(planned, Room(limit * GIB))
         texts = [change.text for change in advice.changes or ()]
         assert any(expected in text for text in texts) and not any("max_length" in text for text in texts), texts
 

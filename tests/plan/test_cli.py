@@ -43,6 +43,25 @@ def test_json_holds_the_same_plan(tiny_recipe: Callable[..., Path]) -> None:
     assert plan["peak_bytes"] >= steady["total"] > steady["allocated"] > 0
 
 
+def test_it_fits_only_where_host_and_disk_were_compared(tiny_recipe: Callable[..., Path]) -> None:
+    recipe = tiny_recipe(accelerate_config="fsdp_full_shard")
+    arguments = ("--recipe", str(recipe), "--num-processes", "1", "--gpu-memory", "80GiB")
+    code, shown, _ = _plan(*arguments)
+    assert code == 0 and "\nrequires   " in shown and "\nfits" not in shown
+    assert shown.endswith(" GiB of disk; compare with --host-memory and --disk\n")
+    code, shown, errors = _plan(*arguments, "--host-memory", "64", "--disk", "1TB")
+    assert code == 0 and "\nfits       " in shown and errors == "--host-memory 64: read as 64GiB\n"
+    for flags in (("--host-memory", "1GiB"), ("--disk", "1MiB", "--host-memory", "64GiB")):
+        code, shown, _ = _plan(*arguments, *flags)
+        assert code == 1 and "\ntoo large  " in shown
+    assert "less disk: a smaller save_total_limit, " in shown
+    answers = [
+        json.loads(_plan(*arguments, *flags, "--json")[1])["fits"]
+        for flags in ((), ("--host-memory", "64GiB", "--disk", "1TB"))
+    ]
+    assert answers == [None, True]
+
+
 def test_what_does_not_fit_is_answered_with_settings_that_do(tiny_recipe: Callable[..., Path]) -> None:
     recipe = tiny_recipe(accelerate_config="fsdp_shard_grad_op", per_device_train_batch_size=4, max_length=4096)
     arguments = ("--recipe", str(recipe), "--num-processes", "1", "--json", "--gpu-memory")

@@ -13,8 +13,7 @@ from finetune.models.documents import install_attention
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.models.vision import forward_images
 from finetune.plan.activations import Computation, kept_bytes
-from finetune.plan.architecture import read_architecture
-from finetune.plan.towers import split_config
+from finetune.plan.architecture import read_architecture, split_config
 from tests.plan.test_activations import CONFIG, DOCUMENTS, TOLERANCE, packed_inputs
 from tests.plan.traced import saved_for_backward
 from tests.vision import END, IMAGE, QWEN_IDS, START, VOCABULARY, rope

@@ -41,12 +41,12 @@ def test_an_8b_keeps_6_of_16_bytes_a_parameter_in_memory() -> None:
     assert files.buffer == max(embedding, 12 * LAYER // 8)
     assert state.optimizer == files.buffer + 4 * tensors  # on a GPU one; two more on its host
     assert plan_host(spec, 0).buffers == 8 * 2 * files.buffer and plan_host(spec, 0).saving == 0
-    assert plan_disk(spec, "bfloat16").offload == 8 * files.size
+    assert plan_disk(spec).offload == 8 * files.size
     assert estimate_speed(spec, 0.4).files_seconds == pytest.approx(24 * PARAMETERS / 5e9, rel=1e-3)
     phases = {phase.name: phase.peak for phase in plan_phases(spec)}
     assert phases["load"].parameters == 4 * PARAMETERS // 8, "fp32 until the master weights are in files"
     assert phases["steady step"].parameters == phases["save"].parameters == 2 * PARAMETERS // 8
-    text = format_storage(plan_disk(spec, "bfloat16"), plan_host(spec, 0)) + format_speed(estimate_speed(spec, 0.4), 8)
+    text = format_storage(plan_disk(spec), plan_host(spec, 0)) + format_speed(estimate_speed(spec, 0.4), 8)
     assert "offload    89.75 GiB a node in offload_dir" in text and "38.5 s are the state in offload_dir" in text
 
 

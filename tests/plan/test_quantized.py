@@ -12,7 +12,7 @@ from finetune.config.compatibility import refuse_problems
 from finetune.config.quantization import quantized_bytes
 from finetune.config.schema import Quantization
 from finetune.errors import UserError
-from finetune.plan.advice import advise, list_changes
+from finetune.plan.advice import Room, advise, list_changes
 from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.step_memory import dequantized_bytes, plan_phases
@@ -107,9 +107,9 @@ def test_fewer_bits_are_suggested_before_a_shorter_row_and_to_full_fine_tuning_l
     texts = [change.text for change in list_changes(lora)]
     assert texts.index("load_in_8bit=true") < texts.index("load_in_4bit=true") < texts.index("max_length=1024")
     for limit, expected in ((16 * GIB, "load_in_8bit=true"), (11 * GIB, "load_in_4bit=true")):
-        advice = advise(lora, limit)
+        advice = advise(lora, Room(limit))
         assert advice.changes is not None and [change.text for change in advice.changes] == [expected]
-        assert advice.peak <= limit
+        assert advice.after is not None and advice.after.device <= limit
     full = [change.text for change in list_changes(make_spec(LLAMA_31_8B, ranks=1))]
     assert full[-3:] == ["use_peft=true", "use_peft=true load_in_8bit=true", "use_peft=true load_in_4bit=true"]
 

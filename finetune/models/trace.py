@@ -1,0 +1,380 @@
+"""What a forward and a backward of a model hold, by its own code over tensors that have shapes and no values.
+
+For the plan of models whose layers its formulas do not know. Every tensor that autograd saves is counted, and every one
+that is there at the same time, over rows of a few lengths: what grows with the tokens, or with their square, is a
+polynomial of the length. All runs as on a CPU; of a GPU's attention it is known that its kernel keeps its inputs, its
+output and the log-sum-exp.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from finetune.config.facts import count_chosen
+from finetune.config.families import find_family
+from finetune.config.schema import Lora
+from finetune.distributed.model_parts import language_model_of, other_parts, trunk_of
+from finetune.errors import on_one_line
+from finetune.models.attention import NAME
+from finetune.models.documents import install_attention
+from finetune.models.experts import GROUPED, keep_factors, register_grouped, set_experts_implementation
+from finetune.models.lora import add_adapters, fuse_adapters
+from finetune.models.outline import build_class, list_layers
+
+# Of the traced rows, in units: not of one chunk, which is computed otherwise than several. The third is for squares.
+LENGTHS = (2, 3, 4)
+MOST_LAYERS = 4  # that are traced one by one
+UNIT, LARGEST_UNIT = 64, 512  # tokens; those of the chunks that linear attention and state spaces compute
+STEPPED_UNIT = 8  # of layers that compute one token after the other, in a loop
+KERNEL = "traced_kernel"  # among transformers' names for attention
+PLACES = ("layer_idx", "layer_id", "layer_number", "block_idx")  # what a layer knows of where it is
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Bytes that grow with the tokens of a document, and with their square where all pairs of them are compared."""
+
+    linear: float = 0.0
+    square: float = 0.0
+
+    def per_token(self, length: int) -> float:
+        """Bytes a token, in documents of `length` tokens."""
+        return self.linear + self.square * length
+
+    @classmethod
+    def fit(cls, unit: int, found: Sequence[float]) -> "Growth":
+        """The polynomial through what was found at the first two or all three LENGTHS times `unit`, less its constant.
+
+        >>> Growth.fit(2, [10 + 2 * n + 3 * n * n for n in (4, 6, 8)]), Growth.fit(2, [18, 22])
+        (Growth(linear=2.0, square=3.0), Growth(linear=2.0, square=0.0))
+        """
+        first, second, *others = found
+        square = sum(third - 2 * second + first for third in others) / (2 * unit * unit)
+        return cls((second - first) / unit - (LENGTHS[0] + LENGTHS[1]) * unit * square, square)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrace:
+    """What one decoder layer holds."""
+
+    saved: Growth  # between its forward and its backward
+    working: Growth  # beside that, in its backward
+    forward: Growth  # in a forward that saves nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a model without its head holds. Returned by `trace_model`."""
+
+    layers: tuple[LayerTrace, ...] = ()
+    rest: Growth = Growth()  # saved beside the layers: token ids, rotary embedding, final norm
+    failure: str | None = None  # why nothing could be counted
+
+    def layer_bytes(self, part: Literal["saved", "working", "forward"], length: int) -> list[int]:
+        """Bytes a token of this part of each layer, in documents of `length` tokens."""
+        return [max(0, round(getattr(layer, part).per_token(length))) for layer in self.layers]
+
+    def largest(self, part: Literal["saved", "working", "forward"], length: int) -> int:
+        """Those of the layer that has the most; 0 where nothing could be counted."""
+        return max(self.layer_bytes(part, length), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """How a forward is computed, as far as it decides what is saved."""
+
+    itemsize: int  # bytes of the compute dtype
+    autocast: bool = False
+    lora: Lora | None = None
+    cpu: bool = False  # attention by document, in fp32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the products."""
+        return torch.bfloat16 if self.itemsize == 2 else torch.float32
+
+
+def trace_model(config: Mapping[str, Any], how: Forward) -> Trace:
+    """Traces one layer of each kind of the model of a config.json; all of them, where some need what others leave."""
+    failure = ""
+    for skips in (True, False):
+        try:
+            with _silent():
+                return _trace(config, how, skips)
+        except Exception as error:  # whatever a family's own code does with tensors that have no values
+            failure = on_one_line(error)
+    return Trace(failure=failure)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """No word of libraries: of kernels that a run would miss, and of operators that have no fake."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "torch._subclasses.fake_tensor")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _trace(config: Mapping[str, Any], how: Forward, skips: bool) -> Trace:
+    model = build_class(config, "config.json")
+    layers = list_layers(model)
+    if not skips and len(layers) > MOST_LAYERS:
+        raise RuntimeError("its layers need what other layers compute")
+    kinds = [_describe(layer) for layer in layers]
+    places = [
+        kinds.index(kind) if skips else place for place, kind in enumerate(kinds)
+    ]  # of the layer that stands for it
+    emptied = [layer for place, layer in enumerate(layers) if place not in places]
+    for module in (*other_parts(model), *emptied):
+        module._modules.clear()
+        module._parameters.clear()
+    _prepare(model, how)
+    trunk = trunk_of(model).train()
+    unit = _find_unit(trunk)
+    forwards = [layer.forward for layer in layers]
+    lengths = LENGTHS[:2] if trunk.config._attn_implementation == KERNEL else LENGTHS
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.autograd.set_multithreading_enabled(False):  # backwards run here, where the modes see them
+        _make_fake(model, mode)
+        rows = [_trace_row(trunk, layers, forwards, set(places), unit * number, how) for number in lengths]
+
+    def fit(read: Callable[[_Row], int]) -> Growth:
+        return Growth.fit(unit, [read(row) for row in rows])
+
+    traced = {
+        place: LayerTrace(
+            fit(lambda row: row.saved[place]),  # noqa: B023
+            fit(lambda row: row.working[place]),  # noqa: B023
+            fit(lambda row: row.forward[place]),  # noqa: B023
+        )
+        for place in set(places)
+    }
+    return Trace(tuple(traced[place] for place in places), fit(lambda row: row.rest))
+
+
+def _describe(layer: nn.Module) -> Any:
+    """What a layer is made of: equal ones hold the same."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    settings = frozenset(
+        (path, type(module).__name__, name, value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | str | float) and name not in PLACES
+    )
+    return shapes, settings
+
+
+def _prepare(model: Any, how: Forward) -> None:
+    """Puts into the model on meta what training does (models/load.py), and for a GPU what its attention keeps."""
+    from transformers import AttentionInterface
+
+    register_grouped()
+    set_experts_implementation(model, GROUPED)
+    install_attention(model)
+    if not how.cpu and trunk_of(model).config._attn_implementation == NAME:
+        AttentionInterface.register(KERNEL, _attend_as_a_kernel)
+        language_model_of(model).set_attn_implementation(KERNEL)
+    model.to(torch.float32 if how.autocast else how.dtype)
+    if how.lora is None:
+        return
+    add_adapters(model, how.lora, how.dtype)
+    if not (how.lora.lora_dropout or how.lora.use_dora):
+        fuse_adapters(model)
+    if not how.autocast:
+        model.to(how.dtype)  # as mixed precision computes with the fp32 adapters
+    keep_factors(model)
+
+
+class _Kernel(torch.autograd.Function):
+    """Keeps what a GPU's attention kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty((*query.shape[:3], value.shape[3]))
+        log_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
+
+
+def _attend_as_a_kernel(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **_options: Any
+) -> tuple[Tensor, None]:
+    """In place of attention: [rows, heads, tokens, size] -> [rows, tokens, heads, size]."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value.dtype
+    out: Tensor = _Kernel.apply(*(states.to(dtype) for states in (query, key, value)))  # type: ignore[no-untyped-call]
+    return out.transpose(1, 2), None
+
+
+def _find_unit(trunk: Any) -> int:
+    """Tokens, of which a traced row has a multiple: whole chunks, and as many as no matrix of the model has rows."""
+    keys, recurrence = trunk.config.to_dict(), find_family(trunk.config.model_type).recurrence
+    least = STEPPED_UNIT if recurrence is not None and recurrence.steps_through_tokens else UNIT
+    chunks = [size for name, size in keys.items() if "chunk_size" in name and isinstance(size, int)]
+    unit = max([least, *(size for size in chunks if size <= LARGEST_UNIT)])
+    rows = {parameter.shape[0] for parameter in trunk.parameters() if parameter.dim() == 2}
+    multiples = [number * each for number in LENGTHS for each in (1, max(1, count_chosen(keys)))]
+    return next(size for size in count(unit, 2 * unit) if not rows.intersection(size * each for each in multiples))
+
+
+def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Turns parameters and buffers into fake tensors that say they are on the CPU."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        return mode.fake_tensor_converter.from_meta_and_device(mode, tensor.to("meta"), torch.device("cpu"))
+
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(fake(parameter.data), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fake(buffer)
+
+
+@dataclass(slots=True)
+class _Row:
+    """What was held for one row, in bytes; by the place of a layer."""
+
+    saved: dict[int, int] = field(default_factory=dict)
+    working: dict[int, int] = field(default_factory=dict)
+    forward: dict[int, int] = field(default_factory=dict)
+    rest: int = 0
+
+
+def _trace_row(
+    trunk: Any,
+    layers: Sequence[nn.Module],
+    forwards: Sequence[Callable[..., Any]],
+    places: Collection[int],
+    tokens: int,
+    how: Forward,
+) -> _Row:
+    """One row of a single document. Each layer at `places` goes forward, backward, and forward without a graph."""
+    row, live, outputs = _Row(), _Live(trunk), list[Any]()
+    rest = _Saved(live)
+
+    def trace_layer(place: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        leaf = hidden.detach().requires_grad_()
+        saved = _Saved(live, rest, (args, kwargs))
+        with saved.counted():
+            out = forwards[place](leaf, *args, **kwargs)
+        row.saved[place] = saved.bytes
+        result = next(each for each in _tensors(out) if each.requires_grad and each.shape == hidden.shape)
+        row.working[place] = live.above(lambda: torch.autograd.backward(result, torch.empty_like(result)))
+        with torch.no_grad():
+            row.forward[place] = live.above(lambda: outputs.append(forwards[place](hidden, *args, **kwargs)))
+        return outputs.pop()
+
+    def skip(hidden: Tensor, *_: Any, **__: Any) -> Any:
+        return hidden
+
+    for place, layer in enumerate(layers):
+        layer.forward = partial(trace_layer, place) if place in places else skip  # type: ignore[method-assign,assignment]
+    with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast), live, rest.counted():
+        ids, positions = torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None]
+        boundaries = torch.tensor([0, tokens], dtype=torch.int32)
+        lengths = {"cu_seq_lens": boundaries, "max_document_length": tokens, "packed_lengths": (tokens,)}
+        trunk(input_ids=ids, position_ids=positions, use_cache=False, **lengths)
+    row.rest = rest.bytes
+    return row
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _key(tensor: Tensor) -> int:
+    """What names the memory of a tensor, as long as it is there."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that are there, but for those of a parameter's shape: gradients and casts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._shapes = {tuple(parameter.shape) for parameter in module.parameters()}
+        self.of_parameters = {_key(each) for each in (*module.parameters(), *module.buffers())}
+        self._sizes: dict[int, int] = {}
+        self._now = self._peak = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            halves = [tensor.to(torch.bfloat16) for tensor in args[:2]]  # of which alone torch knows the shapes
+            out = operator(*halves, *args[2:], **(kwargs or {})).to(torch.float32)
+        else:
+            out = operator(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            self._add(tensor)
+        return out
+
+    def above(self, run: Callable[[], object]) -> int:
+        """The most bytes during `run` above those before it."""
+        before = self._peak = self._now
+        run()
+        return self._peak - before
+
+    def _add(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key in self._sizes or key in self.of_parameters:
+            return
+        if tuple(tensor.shape) in self._shapes:
+            self.of_parameters.add(key)
+            weakref.finalize(storage, self.of_parameters.discard, key)
+            return
+        self._sizes[key] = storage.nbytes()
+        self._now += storage.nbytes()
+        self._peak = max(self._peak, self._now)
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self._now -= self._sizes.pop(key)
+
+
+class _Saved:
+    """Counts what autograd saves, each storage once; what a layer was given counts for `shared`, not for the layer."""
+
+    def __init__(self, live: _Live, shared: "_Saved | None" = None, given: Any = ()) -> None:
+        self._live, self._shared, self._given = live, shared, {_key(tensor) for tensor in _tensors(given)}
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        """All that was saved, but for parameters and their casts."""
+        return sum(self._sizes.values())
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """The block whose forward saves."""
+        with torch.autograd.graph.saved_tensors_hooks(self._add, lambda tensor: tensor):
+            yield
+
+    def _add(self, tensor: Tensor) -> Tensor:
+        key = _key(tensor)
+        if key not in self._live.of_parameters:
+            owner = self._shared if self._shared is not None and key in self._given else self
+            owner._sizes[key] = tensor.untyped_storage().nbytes()
+        return tensor
