@@ -102,7 +102,11 @@ def build_class(config: Mapping[str, Any], where: str) -> Any:
     except Exception as error:  # each family checks its config in its own way
         raise UserError(f"{where}: {on_one_line(error)}; name the config.json of a transformers model") from None
     forget_quantization(read)
-    return build_on_meta(read, torch.float32)
+    try:
+        with torch.device("meta"):  # else a tensor of any size would be there for a moment
+            return build_on_meta(read, torch.float32)
+    except UserError:  # of the few whose classes compute numbers while they are built
+        return build_on_meta(read, torch.float32)
 
 
 def list_layers(model: Any) -> list[nn.Module]:

@@ -433,8 +433,6 @@ def _read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_known_facts(sizes: Mapping[str, Any], where: str) -> ModelFacts:
-    for part in (sizes.get(WHOLE) or {}, (sizes.get(WHOLE) or {}).get("vision_config") or {}):
-        refuse_wrong_values(part, where)
     return read_model_facts(sizes, where, vision=WHOLE in sizes)
 
 
@@ -452,10 +450,11 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     260032
     """
     whole = config.get(WHOLE)
+    for part in (config, whole or {}, (whole or {}).get("vision_config") or {}):
+        refuse_wrong_values(part, where)
     if not _is_in_table(config):
         from finetune.plan.built import read_built_architecture  # which imports torch
 
-        refuse_wrong_values(config, where)
         own = {key: value for key, value in config.items() if key != WHOLE}
         return read_built_architecture(own if whole is None else whole, where)
     sizes = _read_sizes(config, where)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,15 +36,14 @@ QUICK = ["qwen3_5_text", "falcon_h1", "lfm2", "jamba"]
 # embedding, norms elsewhere, experts of another kind.
 WITHOUT_ROW = ["gpt2", "gpt_neox", "cohere", "stablelm", "gemma4_text", "llama4_text", "granitemoe", "deepseek_v2"]
 LORA = Lora(use_peft=True, lora_r=8)
-TOKENS = 192  # of one document
+TOKENS = 512  # of one document: whole chunks
 
 
-def plan_of(config: Mapping[str, Any], *keys: str, ranks: int = 1, **options: Any) -> Any:
-    recipe = read_recipe("quickstart", ["max_length=128", *keys])
-    recipe = replace(recipe, model=replace(recipe.model, model_config=dict(config)))
-    return make_plan(
-        recipe, Sharding(layout="fsdp2", mixed_precision="bf16", activation_checkpointing=True), ranks, **options
-    )
+def keys_of(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Those of a recipe whose model is this config.json in `folder`."""
+    (folder / "config.json").write_text(json.dumps(config))
+    model = ["model_config=null", "tokenizer_name_or_path=null", f"model_name_or_path={folder}"]
+    return [*model, "max_length=64", "accelerate_config=fsdp_full_shard_auto"]
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
@@ -116,7 +114,7 @@ def test_activations_are_planned_within_a_tenth_of_what_autograd_saves(family: s
         model.to(torch.bfloat16)
         model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, out: out.requires_grad_())
     inputs = {
-        "input_ids": torch.randint(3, 200, (1, TOKENS)),
+        "input_ids": torch.full((1, TOKENS), 5),
         "position_ids": torch.arange(TOKENS)[None],
         "cu_seq_lens": torch.tensor([0, TOKENS], dtype=torch.int32),
         "max_document_length": TOKENS,
@@ -134,7 +132,7 @@ def test_activations_are_planned_within_a_tenth_of_what_autograd_saves(family: s
 
 
 @pytest.mark.parametrize("family", slow_but(["llava", "qwen3_5"], IMAGE_FAMILIES))
-def test_a_vision_language_model_has_the_parts_that_transformers_builds(family: str) -> None:
+def test_a_vision_language_model_has_the_parts_that_transformers_builds(family: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = whole_config(family)
@@ -145,7 +143,8 @@ def test_a_vision_language_model_has_the_parts_that_transformers_builds(family: 
     architecture = read_architecture(split_config(whole), "config.json")
     assert {tensor.name: tensor.shape for tensor in architecture.tensors()} == shapes_of(model)
     assert architecture.facts.vision and len(architecture.beside) >= 1
-    plan = plan_of(whole, "use_peft=true")
+    recipe = read_recipe("quickstart", [*keys_of(tmp_path, whole), "use_peft=true"])
+    plan = make_plan(recipe, Sharding(layout="fsdp2", mixed_precision="bf16"), 2)
     assert all(t.name.startswith(architecture.text_names) for t in plan.spec.tensors if t.trainable)
     assert "activations" in format_plan(plan)
 
@@ -202,9 +201,7 @@ def test_the_quickstart_with_pictures_and_a_hybrid_are_planned_by_the_command(
     assert main(["plan", "--recipe", "quickstart_vision", "--num-processes", "2"]) == 0
     shown = capsys.readouterr().out
     assert "llama, 224,512 parameters" in shown and "steady step" in shown
-    (tmp_path / "config.json").write_text(json.dumps(sweep.tiny_config("qwen3_next").to_dict()))
-    keys = ["model_config=null", "tokenizer_name_or_path=null", f"model_name_or_path={tmp_path}", "max_length=64"]
-    keys += ["accelerate_config=fsdp_full_shard_auto", "use_peft=true"]
+    keys = [*keys_of(tmp_path, sweep.tiny_config("qwen3_next").to_dict()), "use_peft=true"]
     assert main(["plan", "--recipe", "quickstart", "--num-processes", "1", *keys]) == 0
     shown = capsys.readouterr().out
     assert "2 x Qwen3NextDecoderLayer (1 linear_attention, 1 full_attention)" in shown
@@ -219,9 +216,7 @@ def test_what_cannot_be_counted_is_named_and_all_else_is_printed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """LongCat's routing chooses its experts by a loop over their numbers, which no tensor without values has."""
-    (tmp_path / "config.json").write_text(json.dumps(sweep.tiny_config("longcat_flash").to_dict()))
-    keys = ["model_config=null", "tokenizer_name_or_path=null", f"model_name_or_path={tmp_path}", "max_length=64"]
-    keys += ["accelerate_config=fsdp_full_shard_auto", "--gpu-memory", "80GiB"]
+    keys = [*keys_of(tmp_path, sweep.tiny_config("longcat_flash").to_dict()), "--gpu-memory", "80GiB"]
     assert main(["plan", "--recipe", "quickstart", "--num-processes", "1", *keys]) == 0
     shown = capsys.readouterr().out
     (remark,) = [line for line in shown.splitlines() if line.startswith("remark ")]
@@ -230,18 +225,17 @@ def test_what_cannot_be_counted_is_named_and_all_else_is_printed(
     assert "fits " not in shown and "without activations" in shown
 
 
-@pytest.mark.parametrize(
-    "keys", [("use_peft=true",), ("use_peft=true", "load_in_4bit=true"), ("optim=muon",)], ids=",".join
-)
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "single"), (2, "ddp"), (4, "fsdp2"), (2, "fsdp1")])
-def test_every_layout_of_a_hybrid_is_planned(keys: tuple[str, ...], ranks: int, layout: Any) -> None:
-    config = sweep.tiny_config("qwen3_next").to_dict()
-    recipe = read_recipe("quickstart", ["max_length=128", *keys])
-    recipe = replace(recipe, model=replace(recipe.model, model_config=config))
-    if layout == "fsdp1" and ("load_in_4bit=true" in keys or "optim=muon" in keys):
-        return  # which a rule refuses
-    plan = make_plan(recipe, Sharding(layout=layout, mixed_precision="bf16"), ranks, on_cpu=layout == "single")
-    assert plan.peak_bytes > 0 and plan.disk.total > 0 and plan.spec.uncounted is None
+def test_every_layout_of_a_hybrid_is_planned(ranks: int, layout: Any, tmp_path: Path) -> None:
+    keys = keys_of(tmp_path, sweep.tiny_config("qwen3_next").to_dict())
+    for more in ((), ("use_peft=true",), ("use_peft=true", "load_in_4bit=true"), ("optim=adamw_8bit",)):
+        if layout == "fsdp1" and more:
+            continue  # what rules refuse, or is planned as under FSDP2
+        recipe, sharding = read_recipe("quickstart", [*keys, *more]), Sharding(layout=layout, mixed_precision="bf16")
+        plan = make_plan(recipe, sharding, ranks, on_cpu=layout == "single")
+        assert plan.peak_bytes > 0 and plan.disk.total > 0 and plan.spec.uncounted is None
+        trained = sum(tensor.numel for tensor in plan.spec.tensors if tensor.trainable)
+        assert (trained < plan.spec.architecture.parameters) == ("use_peft=true" in more)
 
 
 def test_a_damaged_config_of_a_built_model_is_planned_or_refused_in_sentences() -> None:
