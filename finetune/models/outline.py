@@ -133,7 +133,7 @@ def _describe(model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], ta
     linears = [module for module in part.modules() if isinstance(module, nn.Linear) and module not in head]
     experts = [module for module in part.modules() if is_experts(module)]
 
-    def own(parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+    def own(parameters: Iterable[Any]) -> tuple[str, ...]:
         return tuple(name for name in map(names.__getitem__, parameters) if name in shapes)
 
     weights = own(linear.weight for linear in linears)

@@ -292,7 +292,7 @@ def _trace_row(
         return hidden
 
     for place, layer in enumerate(layers):
-        layer.forward = partial(trace_layer, place) if place in places else skip  # type: ignore[method-assign,assignment]
+        layer.forward = partial(trace_layer, place) if place in places else skip
     with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast), live, rest.counted():
         ids, positions = torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None]
         boundaries = torch.tensor([0, tokens], dtype=torch.int32)
@@ -311,11 +311,11 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Live(TorchDispatchMode):
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the tensors that are there, but for those of a parameter's shape: gradients and casts."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = {tuple(parameter.shape) for parameter in module.parameters()}
         self.of_parameters = {_key(each) for each in (*module.parameters(), *module.buffers())}
         self._sizes: dict[int, int] = {}

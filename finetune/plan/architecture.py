@@ -459,7 +459,8 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         return read_built_architecture(own if whole is None else whole, where)
     sizes = _read_sizes(config, where)
     facts, family = _read_known_facts(sizes, where), find_family(str(config["model_type"]))
-    prefix, beside, tied = "model", (), bool(config.get("tie_word_embeddings", family.tied))
+    prefix, tied = "model", bool(config.get("tie_word_embeddings", family.tied))
+    beside: tuple[tuple[TensorShape, ...], ...] = ()
     if whole is not None:
         from finetune.plan.built import read_parts
 
