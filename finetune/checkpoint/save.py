@@ -27,6 +27,7 @@ from finetune.checkpoint.shards import (
     list_shards,
     record_event,
     refuse_different_replicas,
+    reserve_on_host,
     select_tensors,
 )
 from finetune.config.reader import to_dict
@@ -140,6 +141,8 @@ class Saver:
         had_state = bool(self.optimizer.state)
         shards = [shard for shard in self._shards() if shard.is_first_copy]
         size = self._stage(Progress(), shards, is_published=False)
+        if self.is_async:
+            self._reserve(shards)
         if not had_state:  # torch has made the moments in order to name them, at its step 1
             self.optimizer.state.clear()
         parameters = self._count_parameters()
@@ -147,6 +150,14 @@ class Saver:
             lambda: refuse_small_disk(self.run_folder, self.recipe, steps, size, parameters, steps_per_epoch)
         )
         return size
+
+    def _reserve(self, shards: list[TensorShard]) -> None:
+        """Starts to allocate the host's copies: the first save would stop training for it."""
+        self._is_copied.set()
+        self._thread = threading.Thread(
+            target=reserve_on_host, args=(shards, self._host_copies), daemon=True, name="reserve"
+        )
+        self._thread.start()
 
     def _count_parameters(self) -> int:
         """The whole model's. All ranks call it."""

@@ -98,15 +98,26 @@ def copy_to_host(
         if stream is not None:
             stream.wait_event(event)
         for shard in shards:
-            name, tensor = f"{shard.part}/{shard.name}", shard.tensor
-            copy = copies.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = copies[name] = allocate_on_host(tensor)
-            copy.copy_(tensor, non_blocking=True)
+            copy = _find_copy(shard, copies)
+            copy.copy_(shard.tensor, non_blocking=True)
             copied.append(replace(shard, tensor=copy))
     if stream is not None:
         stream.synchronize()
     return copied
+
+
+def reserve_on_host(shards: list["TensorShard"], copies: dict[str, torch.Tensor]) -> None:
+    """Allocates what `copy_to_host` will copy into."""
+    for shard in shards:
+        _find_copy(shard, copies)
+
+
+def _find_copy(shard: "TensorShard", copies: dict[str, torch.Tensor]) -> torch.Tensor:
+    name = f"{shard.part}/{shard.name}"
+    copy = copies.get(name)
+    if copy is None or copy.shape != shard.tensor.shape or copy.dtype != shard.tensor.dtype:
+        copy = copies[name] = allocate_on_host(shard.tensor)
+    return copy
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
