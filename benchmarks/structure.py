@@ -2,7 +2,7 @@
 
 Counts for each git revision, and for the working tree last: tokens, and for 1,000 lines of code ternaries,
 comprehensions and tuple assignments; cyclomatic numbers of functions; files and lines, small files, names used twice,
-long lines, functions with a single caller, functions that refuse something, what an import of `training/loop.py` loads, the files
+long lines, functions with a single caller, functions that refuse something, what `training/loop.py` loads, the files
 and lines of a step (those that docs/design.md names in "The life of a step"), and in how many files five recipe keys
 are mentioned. Reads the sources as text; nothing is imported.
 """
