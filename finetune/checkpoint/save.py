@@ -140,7 +140,7 @@ class Saver:
         had_state = bool(self.optimizer.state)
         shards = [shard for shard in self._shards() if shard.is_first_copy]
         size = self._stage(Progress(), shards, is_published=False)
-        if not had_state:  # torch has made the moments in order to name them, at its step 1
+        if not had_state:  # made in order to be named; its memory is free again until the first update
             self.optimizer.state.clear()
         parameters = self._count_parameters()
         self._ranks.on_main(
