@@ -160,7 +160,7 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl. Raises `UserError` for one that is there twice: what they count would be twice as much."""
+    """The lines of metrics.jsonl. Raises `UserError` for one that is there twice: it would count twice."""
     seen: dict[str, int] = {}
     for number, line in enumerate(_read_json_lines(path), start=1):
         first = seen.setdefault(json.dumps(line, sort_keys=True), number)
