@@ -27,7 +27,7 @@ from tests.checkpoint.lives import Ended, Life, Moment
 
 REFERENCE = "reference"
 LIVES = 12  # of one story that are disturbed; in the next it must come to its end
-IMAGES = 100  # of one life, at most
+IMAGES = 25  # of one life, at most
 ASIDE = (
     "held-out data",
     "metrics.jsonl, a line missing",
@@ -163,7 +163,7 @@ class Story:
 
     def _moment(self, newest: int, by_launcher: bool) -> Moment | None:
         """When and how this life is disturbed; None where it may come to its end."""
-        if self.chance.random() < 0.2 or (newest == STEPS and self.chance.random() < 0.3):
+        if self.chance.random() < 0.1 or (newest == STEPS and self.chance.random() < 0.3):
             return None
         what: signal.Signals | DiskFault = signal.SIGKILL if self.chance.random() < 0.6 else signal.SIGTERM
         if self.disk is not None and self.chance.random() < 0.25:
