@@ -235,7 +235,9 @@ class Session:
         recipe, world, data, folder = self.recipe, self.world, self._data, self._folder
         keys = recipe.quantization, recipe.optimization, self._vocabulary, recipe.quantization_aware
         with self.computing():
-            model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
+            has_images = data is None or not data.report.is_complete or data.images is not None
+            blank = self.tokenizer.images.make_blank_document if has_images else None
+            model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys, blank_document=blank)
             if data is not None and data.report.is_complete and data.images is None and trains_tower(model):
                 raise UserError(
                     "trainable_modules: names parts of the model that only images reach, and no row holds one; "

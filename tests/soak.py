@@ -10,6 +10,7 @@ under the next seed.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import mmap
@@ -23,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -35,7 +36,8 @@ import psutil
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from finetune.export import reload_process  # noqa: E402
-from tests.checkpoint.faults import LAYOUTS, RECIPES, Setup  # noqa: E402
+from tests.checkpoint.disk import unmount_below  # noqa: E402
+from tests.checkpoint.faults import KINDS, LAYOUTS, Setup  # noqa: E402
 from tests.checkpoint.soaking import faults_in, soak  # noqa: E402
 from tests.forked_ranks import import_all  # noqa: E402
 from tests.warm_processes import start_server, warm_reload  # noqa: E402
@@ -49,8 +51,9 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, help="default: 0, or with --counts the first that it does not have")
     parser.add_argument("--workers", type=int, default=2, help="stories at the same time")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="of recipes; default: all")
     parser.add_argument("--minutes", type=float, default=1e6)
-    parser.add_argument("--launcher", type=float, default=0.02, help="share of lives that `finetune launch` starts")
+    parser.add_argument("--launcher", type=float, default=0.08, help="share of lives that `finetune launch` starts")
     parser.add_argument("--scratch", type=Path, default=Path("/var/tmp"), help="a folder on a disk, for nvme")
     parser.add_argument(
         "--counts", type=Path, help="a JSON file with the counts of earlier parts, to which these are added"
@@ -61,6 +64,7 @@ def main() -> None:
         options.seed = len(known.get("seeds", {}))
     root, started = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic()
     import_all()
+    import_more()
     del vars(sys.modules["__main__"])["__file__"]  # else each process of the server would run this file's imports
     start_server()
     vars(forkserver._forkserver)["ensure_running"] = lambda: None  # a forked rank uses it, and is not its parent
@@ -82,7 +86,23 @@ def main() -> None:
     print(json.dumps(part))
     if part["lost"] or part["silent"] or any(ended):
         sys.exit(1)
+    unmount_below(root)
     shutil.rmtree(root, ignore_errors=True)
+
+
+def import_more() -> None:
+    """What runs with images and runs that sample import besides."""
+    import transformers.models.clip.image_processing_pil_clip
+    import transformers.models.clip.modeling_clip
+    import transformers.models.llava.modeling_llava
+    import transformers.models.llava.processing_llava  # noqa: F401
+
+    import finetune.data.images
+    import finetune.models.vision
+    import finetune.training.objectives.policy  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def open_export(warm: Any, *arguments: Any, **options: Any) -> Any:
@@ -131,7 +151,9 @@ def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memo
         return sum(done) >= options.faults or time.monotonic() > ends
 
     try:
-        mine = itertools.islice(setups(root, options.scratch, options.seed), worker, None, options.workers)
+        mine = itertools.islice(
+            setups(root, options.scratch, options.seed, options.kinds), worker, None, options.workers
+        )
         chance = random.Random(options.seed + worker)
         soak(mine, chance, is_enough, options.launcher, root / f"worker{worker}.json")
         code = 0
@@ -141,20 +163,25 @@ def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memo
         os._exit(code)
 
 
-def setups(root: Path, scratch: Path, seed: int) -> Iterator[Setup]:
-    """Every layout with every kind of recipe, again and again in another order, each in a folder of its own."""
+def setups(root: Path, scratch: Path, seed: int, kinds: Sequence[str]) -> Iterator[Setup]:
+    """Every kind of recipe in one layout after another, again and again in another order, each in a folder of its own."""
     chance = random.Random(seed)
-    pairs = [(layout, kind) for layout in LAYOUTS for kind in RECIPES]
-    for number in itertools.count():
-        if number % len(pairs) == 0:
-            chance.shuffle(pairs)
-        layout, kind = pairs[number % len(pairs)]
+    for number, (kind, layout) in enumerate(_pairs(kinds, chance)):
         streaming, asynchronous, exports = (chance.random() < share for share in (0.3, 0.5, 0.5))
         limit, optim = chance.choice((1, 2, 3, None)), chance.choice(OPTIMIZERS)
         folder = root / f"setup{number}"
         yield Setup(
             folder, scratch / f"{root.name}-{number}", layout, kind, optim, streaming, asynchronous, limit, exports
         )
+
+
+def _pairs(kinds: Sequence[str], chance: random.Random) -> Iterator[tuple[str, str]]:
+    """Every kind with every layout, without end: all kinds have had a layout before one has another."""
+    while True:
+        left = {kind: chance.sample(list(LAYOUTS), len(LAYOUTS)) for kind in kinds}
+        for _ in LAYOUTS:
+            for kind in chance.sample(kinds, len(kinds)):
+                yield kind, left[kind].pop()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from finetune.checkpoint.save import unwrap_optimizer
 from finetune.checkpoint.shards import (
     get_model_state,
     get_optimizer_state,
+    names_beside_text,
     read_shards,
     select_tensors,
     set_model_state,
@@ -229,7 +230,7 @@ def load_start(start: Path | None, model: torch.nn.Module, optimizer: torch.opti
     weights, moments = get_model_state(model, optimizer), get_optimizer_state(model, optimizer)
     with torch.no_grad():
         read_shards(weights, MODEL, start, world)
-        read_shards(select_tensors(moments), OPTIMIZER, start, world)
+        read_shards(select_tensors(moments), OPTIMIZER, start, world, names_beside_text(model))
     set_model_state(model, weights)
     set_optimizer_state(model, optimizer, moments)
     progress = read_progress(start)

@@ -1,5 +1,6 @@
 """Saving a checkpoint: every rank writes its shards, rank 0 publishes the folder; blocking, or in a thread."""
 
+import copy
 import json
 import shutil
 import tempfile
@@ -142,8 +143,8 @@ class Saver:
         shards = [shard for shard in self._shards() if shard.is_first_copy]
         size = self._stage(Progress(), shards, is_published=False)
         if self.is_async:
-            self._reserve(shards)
-        if not had_state:  # torch has made the moments in order to name them, at its step 1
+            self._reserve(list(shards))
+        if not had_state:  # made in order to be named; its memory is free again until the first update
             self.optimizer.state.clear()
         parameters = self._count_parameters()
         self._ranks.on_main(
@@ -266,7 +267,7 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
         if getattr(plain, "generation_config", None) is not None:
             plain.generation_config.save_pretrained(made)
         if recipe.lora.use_peft:
-            plain.peft_config["default"].save_pretrained(made)
+            _in_order(plain.peft_config["default"]).save_pretrained(made)
         tokenizer.save_pretrained(made)
         base = recipe.model.model_name_or_path
         base_folder = find_local_folder(base, recipe.model.model_revision) if base else None
@@ -282,6 +283,15 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
                     shutil.copyfile(path, made / path.name)
         add_token_ids(made / GENERATION_FILE, recipe.model, tokenizer)
         return {f"{MODEL}/{path.name}": path.read_bytes() for path in sorted(made.iterdir())}
+
+
+def _in_order(config: Any) -> Any:
+    """An adapter's config with lists in place of sets, which peft writes in another order in each process."""
+    config = copy.copy(config)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, set):
+            setattr(config, name, sorted(value))
+    return config
 
 
 def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -116,8 +116,9 @@ class Rollout:
         "How long each reward may take for what is sampled together, and the tools of a turn; they run in a process "
         "of their own."] = 60.0
     on_bad_reward: Annotated[Literal["error", "zero"], SameOnResume,
-        "What is done where a reward raises, takes too long or is not finite: the run ends, or it is 0 and counted. "
-        "Where a tool takes too long: the run ends, or the model reads so in place of a result."
+        "What is done where a reward raises, takes too long, ends its process or is no finite number: the run ends, or "
+        "it is 0 and counted. Where a tool takes too long or ends its process: the run ends, or the model reads so in "
+        "place of a result."
     ] = "error"
 
     @property

@@ -208,10 +208,15 @@ class ImageProcessor:
 
     def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
         """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""
+        found = self._process(images)
+        return {name: value for name, value in found.items() if name not in TEXT_INPUTS | LAYOUTS}
+
+    def _process(self, images: Sequence[EncodedImage]) -> Mapping[str, Any]:
+        """All that the processor makes of `images` and of a text that holds nothing else."""
         pictures = [open_image(image) for image in images]
         text = [self.token * len(pictures)]
-        found = self._own(text=text, images=[pictures], return_tensors="pt", verbose=False)  # of a text of any length
-        return {name: value for name, value in found.items() if name not in TEXT_INPUTS | LAYOUTS}
+        made: Mapping[str, Any] = self._own(text=text, images=[pictures], return_tensors="pt", verbose=False)
+        return made
 
     def make_generation_inputs(self, model: Any, input_ids: Any, images: Sequence[EncodedImage]) -> dict[str, Any]:
         """The arguments of `model.generate` for the `images` whose tokens are in `input_ids`, on the model's device."""
@@ -226,11 +231,20 @@ class ImageProcessor:
     @cached_property
     def blank_inputs(self) -> dict[str, Any]:
         """Those of one small image, for a micro-batch without any: the tower takes part in every rank's collectives."""
-        from PIL import Image
+        return self.make_inputs([_make_blank()])
 
-        encoded = BytesIO()
-        Image.new("RGB", (64, 64), "gray").save(encoded, "PNG")
-        return self.make_inputs([EncodedImage(encoded.getvalue())])
+    def make_blank_document(self) -> tuple[Any, dict[str, Any]]:
+        """(the tokens of a document that holds a small image alone, int64[1, tokens]; the model's arguments for it)."""
+        ids = self._process([_make_blank()])["input_ids"]
+        return ids, self.blank_inputs
+
+
+def _make_blank() -> EncodedImage:
+    from PIL import Image
+
+    encoded = BytesIO()
+    Image.new("RGB", (64, 64), "gray").save(encoded, "PNG")
+    return EncodedImage(encoded.getvalue())
 
 
 def _find_processor_class(name: str) -> Any:

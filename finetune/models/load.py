@@ -53,6 +53,7 @@ from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameter
 from finetune.models.loss_chunks import TokenWeights
 from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
+from finetune.models.reach import BlankDocument, freeze_unreached
 from finetune.models.routing import install_routing
 from finetune.models.vision import record_outputs
 from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values, untie_as_stored
@@ -70,6 +71,7 @@ class ModelSize:
     active: int  # those that work on one token: of a mixture's routed experts, the ones that it chooses
     multiplied: int  # active ones in matrix products: all but an untied input embedding
     frozen_multiplied: int  # those among them without a gradient of their own; adapters, which are small, count as such
+    unreached: tuple[str, ...] = ()  # names of parameters that the recipe would train, and that no image reaches
 
 
 def load_model(
@@ -81,8 +83,11 @@ def load_model(
     optimization: Optimization | None = None,
     vocabulary: Vocabulary | None = None,
     quantization_aware: QuantizationAware = UNROUNDED,
+    blank_document: BlankDocument | None = None,
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model on meta, grown to `vocabulary`, adapts it, shards it, and reads every rank's slices.
+
+    blank_document: Of a vision-language model: what parts of it an image reaches. None where no row holds one.
 
     The rules have judged it before. Raises `UserError` for one that cannot be reached, or whose files do not fit.
     """
@@ -102,12 +107,13 @@ def load_model(
         refuse_frozen_tokens(built, vocabulary)
     else:
         values = _adapt(built, lora, quantization, base, stored, seed, frozen)
+    unreached = freeze_unreached(built, blank_document) if blank_document is not None else ()
     checkpoints = world.sharding.activation_checkpointing
     offload = ActivationOffload(CudaCopies()) if checkpoints and model.activation_offload else None
     if checkpoints:
         keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
         checkpoint_activations(built, *keys, None if model.torch_compile else offload)
-    size = count_parameters(built)
+    size = replace(count_parameters(built), unreached=unreached)
     if stored and quantization.bits is None:
         raise UserError(
             f"{min(stored)} is stored quantized, but config.json does not say so; name the unquantized model"

@@ -44,6 +44,7 @@ from finetune.units import counted, disk_size, gib
 
 SHOWN_ANSWERS = 5  # held-out questions in the last screen
 SHOWN_CHARACTERS = 60  # of each text there
+SHOWN_UNREACHED = 3  # modules that no image reaches
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -67,6 +68,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
         f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
         *(["        without its checkpoint's vision tower: the export takes no images"] * recipe.model.drop_vision),
+        *describe_unreached(size),
         *describe_adapter(recipe),
         *([] if recipe.method.method == DEFAULT_METHOD else [f"method  {describe_method(to_dict(recipe))}"]),
         f"layout  {layout}"
@@ -140,6 +142,16 @@ def describe_trained(recipe: Recipe) -> str:
     ]
     whole = f"; whole: {', '.join(saved)}" if saved else ""
     return f" (LoRA r={lora.lora_r}{ranks}{whole})"
+
+
+def describe_unreached(size: ModelSize) -> list[str]:
+    """What the recipe would train, and which is left as it is since no image reaches it, if anything."""
+    if not size.unreached:
+        return []
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in size.unreached))
+    names = ", ".join(modules[:SHOWN_UNREACHED])
+    more = f" and {len(modules) - SHOWN_UNREACHED} more" if len(modules) > SHOWN_UNREACHED else ""
+    return [f"        not trained: {names}{more}: the language model reads nothing that they compute of an image"]
 
 
 def describe_adapter(recipe: Recipe) -> list[str]:
