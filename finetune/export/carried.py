@@ -96,9 +96,8 @@ def _open_base(source: Source, target: TargetModel) -> tuple[BaseAccount, str]:
         is_random = bool(source.recipe.get("model_config"))
         return BaseAccount(), "the model was trained from random weights" if is_random else "its base is not known"
     if source.base is None or not any(source.base.glob("*.safetensors")):
-        gone = (
-            f"the weights of the base {source.base_model} are not on this machine; name their folder with --base-model"
-        )
+        missing = f"the weights of {source.base_model} are not on this machine"
+        gone = f"{missing}; name their folder with --base-model"
         return BaseAccount(sentences=(f"its list of tensors was not compared: {gone}",)), gone
     carried, quantized = read_carried_of(target.model, source.base, drop_vision)
     stored = split_quantized(read_folder(source.base), str(source.base))[0]
