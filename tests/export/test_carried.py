@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ from finetune.files.tensors import header_bytes, read_folder
 from finetune.models.carried import predicts
 from finetune.session import Session
 from tests.conftest import make_chat, make_model
-from tests.models.sweep import TINY, is_composite, tiny_config
+from tests.models.sweep import is_composite, small_config, tiny_config
 from tests.ranks import run_python
 from tests.training.layouts import write_recipe
 from tests.training.test_experts import FAMILIES, SMALL
@@ -80,48 +79,6 @@ def classes() -> Iterator[tuple[str, str]]:
 CLASSES = list(classes())
 
 
-@cache
-def small_config(family: str, name: str) -> Any:
-    """The family's config with small sizes."""
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return tiny_config(family)
-    whole = transformers.CONFIG_MAPPING[family]().to_dict()
-    sections = transformers.CONFIG_MAPPING[family].sub_configs
-    small = {
-        key: shrink(value) if key in sections and isinstance(value, dict) else value for key, value in whole.items()
-    }
-    return transformers.AutoConfig.for_model(**small)
-
-
-WIDTHS = ("hidden_size", "out_hidden_size", "adapter_in_dim", "adapter_input_size", "adapter_out_dim")
-SIZES = TINY | dict.fromkeys(WIDTHS, TINY["hidden_size"]) | {"depth": 2, "num_key_value_heads": 4}
-OF_A_LAYER = (
-    "intermediate_size",
-    "moe_intermediate_size",
-    "n_routed_experts",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "q_lora_rank",
-    "kv_lora_rank",
-)
-
-
-def shrink(section: dict[str, Any]) -> dict[str, Any]:
-    """A section of a config with small sizes."""
-    if "per_layer_config" in section:  # which says for each of its own layers what to have
-        kept = ("model_type", *WIDTHS, *OF_A_LAYER)
-        return {key: SIZES.get(key, section[key]) for key in kept if key in section}
-    small = {}
-    for key, value in section.items():
-        if isinstance(value, list) and len(value) == section.get("num_hidden_layers"):
-            small[key] = value[: SIZES["num_hidden_layers"]]
-        elif key in SIZES and key != "head_dim" and isinstance(value, int) and value:
-            small[key] = SIZES[key]
-        else:
-            small[key] = value
-    return small
-
-
 def names_for(pattern: str) -> list[str]:
     """Names that a class passes over by `pattern`: published ones, else one made of it."""
     text = re.sub(r"\((\?:)?[^()]*\)\?", "", pattern)  # what may be missing
@@ -134,7 +91,7 @@ def names_for(pattern: str) -> list[str]:
 
 def write_base(folder: Path, family: str, name: str) -> dict[str, torch.Tensor]:
     """A folder of the class's tensors, all zeros, and beside them of each name that it passes over; returns those."""
-    config = small_config(family, name)
+    config = small_config(family)
     with torch.device("meta"):
         model: Any = getattr(transformers, name)._from_config(config)
     model.config.architectures = [name]
@@ -201,7 +158,7 @@ def test_no_tensor_of_a_base_is_lost(family: str, name: str, tmp_path: Path) -> 
 def test_no_class_of_transformers_trains_multi_token_prediction() -> None:
     """What refuses `train_mtp`: none has such layers, and the one that drafts with them has no loss."""
     for family, name in CLASSES:
-        config = small_config(family, name)
+        config = small_config(family)
         with torch.device("meta"):
             model: Any = getattr(transformers, name)._from_config(config)
         is_predicting = predicts(model)
@@ -381,7 +338,7 @@ def test_a_promise_that_the_base_itself_does_not_keep_is_withdrawn(tmp_path: Pat
 def test_a_promise_that_builds_other_layers_stays(tmp_path: Path) -> None:
     """Nemotron H Omni has a norm in its vision tower only where its config promises layers for multi-token prediction."""
     name = "NemotronH_Omni_Reasoning_V3"
-    config = small_config("nemotron_h_omni", name).to_dict()
+    config = small_config("nemotron_h_omni").to_dict()
     config["text_config"]["num_nextn_predict_layers"] = 1
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"architectures": [name]}, default=str))
