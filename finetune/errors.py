@@ -182,7 +182,7 @@ def exit_code(main: Callable[[], object]) -> int:
         if isinstance(fault, OSError) and fault.errno in DISK_FAULTS:
             _say(
                 f"{fault.filename or 'a file'}: cannot be written ({fault.strerror}); make room, or let it be written, "
-                "and start the same command again: it goes on from what was saved"
+                "and start the same command again: it continues from what was saved"
             )
             return EXIT_USER_ERROR
         _print_fault(fault, rank)

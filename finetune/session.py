@@ -257,7 +257,10 @@ class Session:
     def _saver(self) -> Saver:
         loaded = self._loaded
         keys = self.folder, loaded.model, loaded.optimizer, self.world, self.recipe, self.tokenizer, self.inputs
-        return Saver(*keys, *([loaded.objectives.training.describe_files] if loaded.objectives else []))
+        options: dict[str, Any] = {"carried_bytes": loaded.size.carried_bytes}
+        if loaded.objectives is not None:
+            options["describe_files"] = loaded.objectives.training.describe_files
+        return Saver(*keys, **options)
 
     @cached_property
     def _guard(self) -> Any:

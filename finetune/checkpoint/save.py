@@ -63,6 +63,7 @@ class Saver:
         tokenizer: PreTrainedTokenizerBase,
         inputs: Mapping[str, str] | None = None,
         describe_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},  # of the method, after so many steps
+        carried_bytes: int = 0,  # of the base, which the export will hold beside the model
     ) -> None:
         self.run_folder, self.model, self.optimizer = run_folder, model, unwrap_optimizer(optimizer)
         self.world, self.recipe, self.inputs = world, recipe, inputs or {}
@@ -73,6 +74,7 @@ class Saver:
         self._ranks = RankGroup(world, group)
         self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
         self._describe_files = describe_files
+        self._carried_bytes = carried_bytes
         self._files: Mapping[str, bytes] = {}  # of the running save
         self._host_copies: dict[str, torch.Tensor] = {}  # overwritten by every async save
         self._thread: threading.Thread | None = None
@@ -146,10 +148,8 @@ class Saver:
             self._reserve(list(shards))
         if not had_state:  # made in order to be named; its memory is free again until the first update
             self.optimizer.state.clear()
-        parameters = self._count_parameters()
-        self._ranks.on_main(
-            lambda: refuse_small_disk(self.run_folder, self.recipe, steps, size, parameters, steps_per_epoch)
-        )
+        keys = steps, size, self._count_parameters(), steps_per_epoch, self._carried_bytes
+        self._ranks.on_main(lambda: refuse_small_disk(self.run_folder, self.recipe, *keys))
         return size
 
     def _reserve(self, shards: list[TensorShard]) -> None:

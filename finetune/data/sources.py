@@ -23,7 +23,7 @@ from finetune.config import user_code
 from finetune.config.schema import DatasetSource
 from finetune.data.examples import make_generator
 from finetune.data.messages import BadRow
-from finetune.data.readers import KINDS, TEXT_READERS, NumberedRow, convert_os_errors, file_kind, limit_unpacked
+from finetune.data.readers import KINDS, TEXT_READERS, NumberedRow, convert_os_errors, file_kind, limit_unpacked, most_unpacked
 from finetune.errors import UserError, first_line
 from finetune.files.durable import CHECKSUM, checksum
 from finetune.files.network import go_offline_without_network
@@ -320,9 +320,47 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
 
     with ParquetFile(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        limit_unpacked(path, sum(group.total_byte_size for group in groups))
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+        sizes = [group.total_byte_size for group in groups]
+        values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+        limit_unpacked(path, max(sum(sizes), 8 * values))  # a null takes no byte in the file
+        largest_row = max(sizes, default=1)  # all of a group's dictionaries may be in it
+        rows = min(PARQUET_ROWS, max(1, most_unpacked(Path(path).stat().st_size) // max(1, largest_row)))
+        unpacked = 0
+        for batch in file.iter_batches(batch_size=rows):
+            unpacked += batch.nbytes
+            limit_unpacked(path, unpacked)
             yield from batch.to_pylist()
+
+
+def _count_repeated_arrow(path: str) -> int:
+    """The bytes of an Arrow file's rows in columns that are dictionaries, each of whose values may stand in all rows."""
+    from pyarrow import ipc, memory_map
+
+    with memory_map(path) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+        if "dictionary<" not in str(reader.schema):
+            return 0
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        return sum(_count_repeated(column) for batch in batches for column in batch.columns)
+
+
+def _count_repeated(column: Any) -> int:
+    """The bytes of the rows of an Arrow array, as far as they stand in dictionaries."""
+    from pyarrow import compute, types
+
+    if types.is_dictionary(column.type):
+        values = column.dictionary
+        if not (types.is_string(values.type) or types.is_large_string(values.type) or types.is_binary(values.type)):
+            return int(values.nbytes // max(1, len(values)) * len(column))
+        lengths = compute.binary_length(values).take(column.indices)
+        return compute.sum(lengths).as_py() or 0
+    if types.is_struct(column.type):
+        return sum(map(_count_repeated, column.flatten()))
+    if types.is_list(column.type) or types.is_large_list(column.type):
+        return _count_repeated(column.flatten())
+    return 0
 
 
 def _count_unpacked_arrow(path: str) -> int:
@@ -369,6 +407,7 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
             rows = _parquet_rows(path)
         else:
             limit_unpacked(path, _count_unpacked_arrow(path))
+            limit_unpacked(path, _count_repeated_arrow(path))
             rows = datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True)
         for row in rows:
             number += 1

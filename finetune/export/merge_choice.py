@@ -22,7 +22,7 @@ from finetune.export.values import choose_written_dtype, find_quantized, find_st
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json, read_bounded
 from finetune.models.documents import depends_on_length, install_document_rotary
-from finetune.models.loss_chunks import LogitTransform
+from finetune.models.head_factors import measure_logit_transform
 
 ROWS_FILE = "comparison_rows.json"  # in the run's folder
 ROW_TOKENS = 1024  # of a row, at most
@@ -155,7 +155,7 @@ def measure(
     round_inputs: of each variant, what is done to the inputs of linear layers; none: nothing.
     """
     plain: Any = model
-    count, transform = len(variants), LogitTransform.from_config(plain.config)
+    count, transform = len(variants), measure_logit_transform(plain)
     chunk = max(1, loss_chunk_tokens(plain.config.get_text_config().vocab_size, "cpu") // count)
     real = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).flatten()
     labels = rows.labels.flatten()[real]

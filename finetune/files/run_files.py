@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files.durable import replace_file
+<<<<<<< HEAD
 from finetune.files.json_files import read_json_lines, read_json_object, read_lines_as_written
+=======
+from finetune.files.json_files import read_json_lines, read_json_object
+from finetune.files.network import find_local_folder
+>>>>>>> b
 
 BENCHMARKS = "benchmarks.json"
 
@@ -39,6 +44,13 @@ class BenchmarkResult:
     def key(self) -> tuple[object, ...]:
         """Results with the same key replace each other."""
         return (self.model, self.task, self.metric, self.filter, self.num_fewshot, self.chat_template)
+
+
+def find_origin(folder: Path) -> Path | None:
+    """The base of the checkpoint whose model/ is `folder`, if it is one whose base has weights on this machine."""
+    base = read_json_object(folder.parent / "state.json").get("base_model")
+    found = find_local_folder(base) if isinstance(base, str) else None
+    return found if found is not None and any(found.glob("*.safetensors")) else None
 
 
 def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:

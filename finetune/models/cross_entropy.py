@@ -12,6 +12,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.distributed.model_parts import trunk_of
 from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
+from finetune.models.head_factors import measure_logit_transform
 from finetune.models.loss_chunks import (
     PLAIN,
     ChunkFunction,
@@ -123,8 +124,9 @@ def install_loss(model: Any, label_smoothing: float = 0.0, token_weights: TokenW
             f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain linear layer, and "
             "cannot be trained here; name another model"
         )
+    transform = measure_logit_transform(model)
     head.__class__ = CrossEntropyHead
-    head.logits = LogitTransform.from_config(model.config)  # type: ignore[assignment]
+    head.logits = transform  # type: ignore[assignment]
     head.label_smoothing = label_smoothing  # type: ignore[assignment]
     head.token_weights = token_weights  # type: ignore[assignment]
     plain = type(model).forward

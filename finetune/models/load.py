@@ -1,7 +1,7 @@
 """Loads a recipe's model onto the ranks: built, adapted, sharded, filled with weights, and compiled where asked for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from finetune.distributed.parallelize import gathered, parallelize
 from finetune.distributed.world import World
 from finetune.errors import UserError, on_one_line
 from finetune.files.network import download_folder
-from finetune.files.tensors import read_folder
+from finetune.files.run_files import find_origin
+from finetune.files.tensors import StoredTensor, read_folder
 from finetune.flops import forward_flop_per_token_of
+from finetune.models.carried import find_carried, predicts
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
 from finetune.models.decoder_layers import (
@@ -71,7 +73,16 @@ class ModelSize:
     active: int  # those that work on one token: of a mixture's routed experts, the ones that it chooses
     multiplied: int  # active ones in matrix products: all but an untied input embedding
     frozen_multiplied: int  # those among them without a gradient of their own; adapters, which are small, count as such
+<<<<<<< HEAD
     unreached: tuple[str, ...] = ()  # names of parameters that the recipe would train, and that no image reaches
+=======
+    carried: Mapping[str, StoredTensor] = field(default_factory=dict)  # of the base's files, beside the parameters
+
+    @property
+    def carried_bytes(self) -> int:
+        """What the export holds beside the parameters."""
+        return sum(tensor.byte_count for tensor in self.carried.values())
+>>>>>>> b
 
 
 def load_model(
@@ -113,7 +124,11 @@ def load_model(
     if checkpoints:
         keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
         checkpoint_activations(built, *keys, None if model.torch_compile else offload)
+<<<<<<< HEAD
     size = replace(count_parameters(built), unreached=unreached)
+=======
+    size = replace(count_parameters(built), carried=read_carried(model, built))
+>>>>>>> b
     if stored and quantization.bits is None:
         raise UserError(
             f"{min(stored)} is stored quantized, but config.json does not say so; name the unquantized model"
@@ -266,6 +281,39 @@ def read_base_values(
     values = stored_values(built, stored, str(folder), quantized, vocabulary)
     load_buffers(built, stored)
     return values, quantized
+
+
+def read_carried(model: Model, built: nn.Module | None = None) -> dict[str, StoredTensor]:
+    """The tensors of the recipe's base that an export carries over. `built`: its model, where that is at hand."""
+    if model.model_name_or_path is None:
+        return {}
+    if built is None:
+        built = build_on_meta(trained_config(load_config(model), model), torch.float32, model.trust_remote_code)
+    carried, quantized = read_carried_of(built, weights_folder(model), model.drop_vision)
+    return {name: quantized[name].codes if name in quantized else tensor for name, tensor in carried.items()}
+
+
+def read_carried_of(
+    built: nn.Module, folder: Path, drop_vision: bool = False
+) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
+    """The tensors of the base in `folder` that an export of `built` carries over, and the quantized ones of them.
+
+    A checkpoint holds what is trained alone: what is carried over are the tensors of the base that it was trained from.
+    """
+    carried: dict[str, StoredTensor] = {}
+    quantized: dict[str, StoredQuantized] = {}
+    seen = set[Path]()
+    origin: Path | None = folder
+    while not carried and origin is not None and origin not in seen:
+        seen.add(origin)
+        stored, quantized = split_quantized(read_folder(origin), str(origin))
+        own = take_language_model(stored) if drop_vision else stored
+        carried = find_carried(built, convert_to_parameters(built, own, str(origin)))
+        if drop_vision:
+            predicts_tokens = predicts(built)
+            carried |= {name: tensor for name, tensor in stored.items() if name not in own and predicts_tokens(name)}
+        origin = find_origin(origin)
+    return carried, {name: quantized[name] for name in carried.keys() & quantized.keys()}
 
 
 def weights_folder(model: Model) -> Path:

@@ -229,7 +229,7 @@ class _Wave:
         self._step += 1
 
     def _keep_open_rows(self) -> bool:
-        """Drops the rows that have ended, where that is worth it; returns whether any goes on. Waits for the device."""
+        """Drops the rows that have ended, where that is worth it; returns whether any is left. Waits for the device."""
         is_open = self._is_open[self._requests]
         going = is_open.nonzero().squeeze(1)
         rows = len(is_open)
@@ -271,7 +271,7 @@ class _Wave:
 class _CapturedStep:
     """A token's step as a CUDA graph, captured again where the number of rows or the tokens of the cache change.
 
-    A model whose forward waits for the device (a loop over experts) cannot be captured, and goes on uncaptured.
+    A model whose forward waits for the device (a loop over experts) cannot be captured, and samples without.
     """
 
     def __init__(self, advance: Callable[[int], None]) -> None:

@@ -28,6 +28,7 @@ from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_lines, read_json_object
 from finetune.files.run_files import find_divergence, losses_of
+from finetune.models.carried import describe_carried
 from finetune.models.cpu_products import describe_products
 from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher
@@ -69,6 +70,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
         *(["        without its checkpoint's vision tower: the export takes no images"] * recipe.model.drop_vision),
         *describe_unreached(size),
+        *([f"        {describe_carried(size.carried, name)}"] if size.carried else []),
         *describe_adapter(recipe),
         *([] if recipe.method.method == DEFAULT_METHOD else [f"method  {describe_method(to_dict(recipe))}"]),
         f"layout  {layout}"

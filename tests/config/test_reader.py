@@ -238,6 +238,10 @@ MISTAKES = {
         "F:4: drop_vision: adapters are opened on the checkpoint, whose own class has other names for their layers; "
         "set drop_vision: false"
     ],
+    "train_mtp: true": [
+        "F:4: train_mtp: no model class of transformers has layers for multi-token prediction, and its MtpModel, which "
+        "drafts with them, computes no loss; remove it; an export carries over those of the base"
+    ],
     "eval_datasets: [{path: a/b}]\neval_split_size: 0.1": [
         "F:5: eval_datasets and eval_split_size both name the held-out rows; keep one"
     ],
