@@ -7,14 +7,18 @@ A template with {% generation %} markers gives them. For any other template they
 conversation and comparing the texts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby, pairwise
 from typing import Any
 
 from finetune.data.formats import Conversation
+from finetune.data.marks import Marks, find_marks
 from finetune.data.messages import BadRow, Message, count_common
-from finetune.data.tokenizer import Renderer, Span, Tools, apply_marked_template, apply_template
+from finetune.data.tokenizer import CONTEXT, Renderer, Span, Tools, apply_marked_template, apply_template
+
+ADVICE = "use a template with {% generation %} markers"
 
 
 def read_messages(conversation: Conversation, renderer: Renderer) -> list[Message]:
@@ -163,9 +167,9 @@ class AskedTurn:
 
 
 def ask_turns(conversation: Conversation, renderer: Renderer) -> dict[int, AskedTurn]:
-    """Message index -> turn, of each turn that is trained on; without those that are unknown to begin somewhere.
+    """Message index -> turn, of each turn that is trained on; without those in which nothing is marked to be.
 
-    Raises `BadRow` as rendering does.
+    Raises `BadRow` as rendering does, and where it is unknown where a turn begins.
     """
     messages = read_messages(conversation, renderer)
     asked = {i: _ask_turn(messages, i, conversation.tools, renderer) for i, on in enumerate(conversation.trained) if on}
@@ -191,98 +195,132 @@ def find_turns(
                 "cannot be applied to one of them"
             )
         return text, {wanted[0]: tuple(spans)}
-    text, turns = apply_template(renderer, messages, tools), {}
+    text = apply_template(renderer, messages, tools)
+    marks: Marks | None = None
+    turns: dict[int, tuple[Span, ...]] = {}
     for i in wanted:
-        begins = len(asked[i].prompt) if i in asked and text.startswith(asked[i].prompt) else None
         if i in asked and asked[i].is_in(text):
             turns[i] = asked[i].spans
-        elif (found := _find_by_substitution(text, messages, i, tools, renderer)) is not None:
-            turns[i] = (found if begins is None else (min(begins, found[0]), found[1]),)
-        elif begins is not None and (stop := renderer.up_to_stop.search(text, begins)):
-            turns[i] = ((begins, stop.end()),)  # a call, which cannot be replaced before its result
-        else:
-            raise BadRow(
-                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's "
-                "turn begins and ends; use a template with {% generation %} markers"
-            )
+            continue
+        marks = find_marks(text, messages, tools, renderer) if marks is None else marks
+        start = _find_start(text, messages, i, asked[i].prompt, tools, renderer).position
+        turns[i] = _find_rewritten(text, start, i, marks, renderer)
     return text, turns
 
 
+def _find_rewritten(text: str, start: int, i: int, marks: Marks, renderer: Renderer) -> tuple[Span, ...]:
+    """The spans of turn `i`, which begins at `start` in the text of a longer conversation.
+
+    It ends before the next message's words. Gemma 4 writes its words behind a call after the call's result: those are a
+    span of their own.
+    """
+    limit = min((mark.position for mark in marks if mark.message != i and mark.position > start), default=len(text))
+    last = max(
+        (mark.position for mark in marks if mark.message == i and start <= mark.position <= limit), default=start
+    )
+    spans = [(start, last + _measure_end(text[last:limit], renderer))]
+    for message, run in groupby(marks, lambda mark: mark.message):
+        places = [mark.position for mark in run]
+        if message == i and places[0] > limit:
+            spans.append((places[0], places[-1]))
+    return tuple(spans)
+
+
+def _measure_end(after: str, renderer: Renderer) -> int:
+    """How many characters end a turn, of those between its last words and the next message's."""
+    ends = [match.end() for match in (renderer.up_to_stop.search(after),) if match]
+    if renderer.end_of_turn and renderer.end_of_turn in after:
+        ends.append(after.index(renderer.end_of_turn) + len(renderer.end_of_turn))
+    special = renderer.special_tokens.search(after)
+    return min(ends, default=special.end() if special else 0)
+
+
 def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> AskedTurn | None:
-    """Turn `i`, asked for by itself; None if it is unknown where it begins. Raises `BadRow` as rendering does."""
-    prompt = apply_template(renderer, messages[:i], tools, add_generation_prompt=True) if i else ""
-    start: int | None
+    """Turn `i`, asked for by itself; None where the template's markers enclose nothing of it. Raises as `ask_turns`."""
+    before, answered = messages[:i], messages[: i + 1]
+    prompt = apply_template(renderer, before, tools, add_generation_prompt=True) if i else ""
+    own = apply_template(renderer, answered, tools)
+    start = _find_start(own, answered, i, prompt, tools, renderer)
+    # gpt-oss writes the reasoning before a call until an answer follows: the answer has seen it in its prompt.
+    text = prompt + own[start.position :] if start.is_continued else own
+    begin = len(prompt) if start.is_continued else start.position
     if renderer.has_markers:
-        text, marked = apply_marked_template(renderer, messages[: i + 1], tools)
-        begin = len(prompt) if text.startswith(prompt) else 0
-        marked = [(max(start, begin), end) for start, end in marked if end > begin]
+        shift = len(text) - len(own)
+        marked = apply_marked_template(renderer, answered, tools)[1]
+        spans = [(max(first + shift, begin), last + shift) for first, last in marked if last + shift > begin]
         # Phi-3's ends the whole conversation with a mark of its own, around its end of text.
-        words = [span for span in marked if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or marked
-        if not words:
+        spans = [span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or spans
+        if not spans:
             return None
-        words = words if begin else words[-1:]
-        end = max(words[-1][1], _find_end_of_turn(text, *words[-1], renderer))
-        return AskedTurn(prompt, text, (*words[:-1], (words[-1][0], end)))
-    text = _continue_prompt(prompt, apply_template(renderer, messages[: i + 1], tools), messages[:i], tools, renderer)
-    start = _find_start_of_turn(text, prompt, messages[:i], tools, renderer)
-    if start is None:
-        return None
-    end = _find_end_of_turn(text, start, len(text), renderer)
-    if renderer.end_of_turn and renderer.end_of_turn in text[start:end]:
+        end = max(spans[-1][1], _find_end_of_turn(text, *spans[-1], renderer))
+        return AskedTurn(prompt, text, (*spans[:-1], (spans[-1][0], end)))
+    end = _find_end_of_turn(text, begin, len(text), renderer)
+    if renderer.end_of_turn and renderer.end_of_turn in text[begin:end]:
         # What follows belongs to the end of the whole conversation: Phi-3 writes its end of text there.
-        answer, _, after = text[start:end].rpartition(renderer.end_of_turn)
+        answer, _, after = text[begin:end].rpartition(renderer.end_of_turn)
         if answer.rstrip().endswith(renderer.end_of_turn):
             answer = answer.rstrip().removesuffix(renderer.end_of_turn)
-        end = end if renderer.special_tokens.sub("", after).strip() else start + len(answer + renderer.end_of_turn)
-    return AskedTurn(prompt, text, ((start, end),))
+        end = end if renderer.special_tokens.sub("", after).strip() else begin + len(answer + renderer.end_of_turn)
+    return AskedTurn(prompt, text, ((begin, end),))
 
 
-def _continue_prompt(prompt: str, text: str, before: list[Message], tools: Tools, renderer: Renderer) -> str:
-    """`text`, of a conversation that ends with an answer to `prompt`, beginning as `prompt` does where it can.
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a turn begins in a text. Returned by `_find_start`."""
 
-    gpt-oss writes the reasoning before a tool call until the conversation ends: the last answer has seen it.
+    position: int
+    is_continued: bool  # behind the prompt, of which the answer may rewrite all but how it ends
+
+
+def _find_start(text: str, messages: list[Message], i: int, prompt: str, tools: Tools, renderer: Renderer) -> _Start:
+    """The start of turn `i` in the `text` of `messages`. Raises `BadRow` where it is unknown.
+
+    `prompt`: what inference gives for the turn. Behind the last words before the turn, the text and the prompt have the
+    template's own words alone, and the turn begins where these differ.
     """
-    if text.startswith(prompt):
-        return text
-    asks = prompt.removeprefix(apply_template(renderer, before, tools))
-    other = apply_template(renderer, [*before, {"role": "assistant", "content": "ANSWER"}], tools)
-    shared = count_common(text, other)
-    at = text.rfind(asks, 0, shared) if asks and asks != prompt else -1
-    return text if at < 0 else prompt + text[at + len(asks) :]
-
-
-def _find_by_substitution(text: str, messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> Span | None:
-    """The span of turn `i`, from what changes in the text when its content is replaced; None if more than that changes.
-
-    Mistral's templates describe the tools before the last question, so no text of fewer turns is a prefix of the whole.
-    """
-    mark = f"MESSAGE{i}CONTENT"
-    replaced = [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]]
-    try:
-        before, found, after = apply_template(renderer, replaced, tools).partition(mark)
-    except BadRow:
-        return None
-    # White space before the answer belongs to it, unless it is part of the prompt, which may open <think> after it.
-    prompt = renderer.generation_prompt
-    prompted = any(prompt[:n].strip() and before.endswith(prompt[:n]) for n in range(1, len(prompt) + 1))
-    before = before if prompted else before.rstrip()
-    if not found or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
-        return None
-    return len(before), _find_end_of_turn(text, len(before), len(text) - len(after), renderer)
-
-
-def _find_start_of_turn(text: str, prompt: str, before: list[Message], tools: Tools, renderer: Renderer) -> int | None:
-    """Where the turn that follows `before` starts, after `prompt`, its prompt; None if that cannot be found."""
-    if not before:
-        at = text.find(renderer.generation_prompt) if renderer.generation_prompt else -1
-        return at + len(renderer.generation_prompt) if at >= 0 else 0
-    if text.startswith(prompt):
-        return len(prompt)
-    # The prompt may differ from the turn as it is in the text (with <think>, say): the turn starts where they differ.
-    bare = apply_template(renderer, before, tools)
-    shared = count_common(text, prompt)
-    if not text.startswith(bare) or shared <= len(bare):
-        return None
-    starts = [start for start, _ in renderer.backend.encode(text[len(bare) :], add_special_tokens=False).offsets]
+    if i and text.startswith(prompt):
+        return _Start(len(prompt), True)
+    marks = find_marks(text, messages, tools, renderer)
+    own = next((mark.position for mark in marks if mark.message == i), len(text))
+    if i == 0:  # nothing asks for it: it begins behind as much of the generation prompt as stands before its words
+        asks = renderer.generation_prompt
+        begin = next((at for end in range(len(asks), 0, -1) if (at := text.rfind(asks[:end], 0, own)) >= 0), 0)
+    else:
+        earlier = [mark for mark in marks if mark.message < i and mark.position <= own]
+        asked = find_marks(prompt, messages[:i], tools, renderer, add_generation_prompt=True)
+        if [mark.name for mark in earlier[-1:]] != [mark.name for mark in asked[-1:]]:
+            raise BadRow(
+                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's "
+                f"turn begins and ends; {ADVICE}"
+            )
+        begin = earlier[-1].position if earlier else 0
+        asks = prompt[asked[-1].position if asked else 0 :]
+    shared = count_common(asks, text[begin:])
+    if shared == len(asks):
+        return _Start(begin + shared, i > 0)
     # At a token's border: <think> and </think> begin alike.
-    return len(bare) + max(int(start) for start in starts if len(bare) + start <= shared)
+    encoded = renderer.backend.encode(text[begin : begin + shared + CONTEXT], add_special_tokens=False)
+    borders = [start for start, _ in encoded.offsets if start <= shared]
+    return _Start(begin + max(borders, default=0), False)
+
+
+def refuse_faults(
+    turns: Mapping[int, Sequence[Span]], marks: Marks, conversation: Conversation, renderer: Renderer
+) -> None:
+    """Raises `BadRow` where what is trained on, the spans of `turns`, is not what the assistant says, each answer once.
+
+    `marks`: in the document's text, by `trace`.
+    """
+    spans = sorted(span for of_turn in turns.values() for span in of_turn)
+    fault = "two of its trained spans overlap" if any(end > start for (_, end), (start, _) in pairwise(spans)) else ""
+    for mark in marks:
+        if not conversation.trained[mark.message]:
+            is_wrong = any(start < mark.position < end for start, end in spans)
+        else:  # its beginning may be the prompt's; what a template's own markers leave out is left out on purpose
+            is_traced = mark.ends and not renderer.has_markers
+            is_wrong = is_traced and not any(start <= mark.position <= end for start, end in spans)
+        if is_wrong:
+            role = conversation.messages[mark.message]["role"]
+            fault = f"message {mark.message + 1} ({role}) stands where another is trained, or not where it would be"
+    if fault:
+        raise BadRow(f"{fault}: the chat template writes its turns in an unknown way; {ADVICE}")

@@ -214,7 +214,7 @@ def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]
     return np.memmap(path, dtype=kind, mode="r") if size else np.zeros(0, kind)
 
 
-VERSION = 18  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+VERSION = 19  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 

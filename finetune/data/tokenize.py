@@ -31,10 +31,18 @@ from finetune.data.preferences import (
     parse_ratings,
 )
 from finetune.data.readers import RepeatedKeys
-from finetune.data.render import COMPARED, CONTEXT, RenderedText, find_image_token, render, render_turns, write_images
+from finetune.data.render import COMPARED, RenderedText, find_image_token, render, render_turns, write_images
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
-from finetune.data.tokenizer import Encoder, Renderer, add_variables, keeps_border, make_encoder, make_renderer_of
+from finetune.data.tokenizer import (
+    CONTEXT,
+    Encoder,
+    Renderer,
+    add_variables,
+    keeps_border,
+    make_encoder,
+    make_renderer_of,
+)
 from finetune.errors import UserError
 from finetune.units import name_place
 
@@ -85,6 +93,7 @@ def render_group(
         raise BadRow(NOT_UNICODE) from None
     if len(group.documents) == 1:
         return texts, ()
+    texts = texts if group.rating else _begin_alike(group, texts)
     findings = () if group.rating else tuple(_check_pair(group, texts))
     if {"sides_equal", "side_empty", "side_untrained"} & set(findings):
         return (), findings
@@ -93,6 +102,21 @@ def render_group(
     identity += "".join(hash_images(text.images) for text in texts if text.images).encode()
     group_hash = xxhash.xxh3_64_intdigest(identity)
     return tuple(replace(text, group_hash=group_hash, rating=group.rating) for text in texts), findings
+
+
+def _begin_alike(group: Group, texts: tuple[RenderedText, ...]) -> tuple[RenderedText, ...]:
+    """The texts of two answers, trained from the same place on, where one departs from the prompt before its end.
+
+    One that has no reasoning, say, after a prompt that opens <think>: what the other has there is its answer too.
+    """
+    first = [next((i for i, on in enumerate(getattr(each, "trained", ())) if on), None) for each in group.documents]
+    if first[0] is None or first[0] != first[1] or not all(text.spans for text in texts):
+        return texts
+    short, long = sorted((text.text[: text.spans[0][0]] for text in texts), key=len)
+    if short == long or not long.startswith(short):
+        return texts
+    more = (len(short), len(long))
+    return tuple(replace(text, spans=(more, *text.spans)) if text.spans[0][0] == more[1] else text for text in texts)
 
 
 def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> ParsedRow | BadRow:
