@@ -8,6 +8,7 @@ content is mistaken for the template's own words, or for those of another messag
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from finetune.data.messages import IMAGE, REASONING_KEYS, BadRow, Message
@@ -39,26 +40,37 @@ class Mark:
 Marks = tuple[Mark, ...]  # in the order of their places
 
 
-def find_marks(
-    text: str, messages: Sequence[Message], tools: Tools, renderer: Renderer, *, add_generation_prompt: bool = False
-) -> Marks:
-    """The marks in `text`, which the template writes for `messages`.
+class Rendering:
+    """What the template writes for messages, and where the words of each stand in it. Raises `BadRow` as it does."""
 
-    A message is left without where the template would write something else because of its marks, as Mistral's does
-    for a result that is a number.
-    """
+    def __init__(
+        self, messages: Sequence[Message], tools: Tools, renderer: Renderer, *, add_generation_prompt: bool = False
+    ) -> None:
+        self._messages = messages
+        self._tools = tools
+        self._renderer = renderer
+        self._asks = add_generation_prompt
+        self.text = apply_template(renderer, list(messages), tools, add_generation_prompt=add_generation_prompt)
+        self.unmarked: tuple[int, ...] = ()
 
-    def mark(indexes: Sequence[int]) -> Marks | None:
-        return _mark(text, messages, indexes, tools, renderer, add_generation_prompt=add_generation_prompt)
+    @cached_property
+    def marks(self) -> Marks:
+        """The marks in the text; those of `unmarked` messages are unknown.
 
-    marks = mark(range(len(messages)))
-    if marks is not None:
-        return marks
-    kept: list[int] = []
-    for index in range(len(messages)):
-        if mark([*kept, index]) is not None:
-            kept.append(index)
-    return mark(kept) or ()
+        Because of their marks the template would write something else, as Mistral's does for a result that is a number.
+        """
+        marks = self._mark(range(len(self._messages)))
+        if marks is not None:
+            return marks
+        kept: list[int] = []
+        for index in range(len(self._messages)):
+            if self._mark([*kept, index]) is not None:
+                kept.append(index)
+        self.unmarked = tuple(sorted({*range(len(self._messages))} - {*kept}))
+        return self._mark(kept) or ()
+
+    def _mark(self, indexes: Sequence[int]) -> Marks | None:
+        return _mark(self.text, self._messages, indexes, self._tools, self._renderer, add_generation_prompt=self._asks)
 
 
 def trace(text: str, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Marks:
@@ -70,17 +82,16 @@ def trace(text: str, messages: Sequence[Message], tools: Tools, renderer: Render
     marks = _mark(text, messages, range(len(messages)), tools, renderer)
     if marks is not None:
         return marks
-    own = apply_template(renderer, list(messages), tools)
-    if text == own:
-        return find_marks(text, messages, tools, renderer)
-    before = messages[:-1]
-    prompt = apply_template(renderer, list(before), tools, add_generation_prompt=True) if before else ""
-    if not prompt or not text.startswith(prompt) or not own.endswith(text[len(prompt) :]):
+    own = Rendering(messages, tools, renderer)
+    if text == own.text:
+        return own.marks
+    prompt = Rendering(messages[:-1], tools, renderer, add_generation_prompt=True)
+    end = len(prompt.text)
+    if not text.startswith(prompt.text) or not own.text.endswith(text[end:]):
         raise BadRow("its text is not what the chat template writes; use another chat_template")
-    shift = len(text) - len(own)
-    asked = find_marks(prompt, before, tools, renderer, add_generation_prompt=True)
-    answered = (replace(mark, position=mark.position + shift) for mark in find_marks(own, messages, tools, renderer))
-    return (*asked, *(mark for mark in answered if mark.position >= len(prompt)))
+    shift = len(text) - len(own.text)
+    answered = (replace(mark, position=mark.position + shift) for mark in own.marks)
+    return (*prompt.marks, *(mark for mark in answered if mark.position >= end))
 
 
 def _mark(

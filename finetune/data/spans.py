@@ -14,11 +14,11 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from finetune.data.formats import Conversation
-from finetune.data.marks import Marks, find_marks
+from finetune.data.marks import Mark, Marks, Rendering
 from finetune.data.messages import BadRow, Message, count_common
 from finetune.data.tokenizer import CONTEXT, Renderer, Span, Tools, apply_marked_template, apply_template
 
-ADVICE = "use a template with {% generation %} markers"
+ADVICE = "use another chat_template, or one with {% generation %} markers"
 
 
 def read_messages(conversation: Conversation, renderer: Renderer) -> list[Message]:
@@ -131,8 +131,8 @@ def _probe_turns(
             turn, (start, end) = _ask_turn(messages, i, (), renderer), contents[i]
             if turn is None or len(turn.spans) > 1 or not turn.is_continued or not turn.is_in(text):
                 return None
-            if not turn.start <= start <= end <= turn.end:
-                return None
+            if not start - len(between[i]) <= turn.start <= start <= end <= turn.end <= end + len(between[i + 1]):
+                return None  # another message's words would be within the turn
             for other in of_kind:
                 around[other] = (start - turn.start, turn.end - end)
     return tuple(around)
@@ -195,35 +195,47 @@ def find_turns(
                 "cannot be applied to one of them"
             )
         return text, {wanted[0]: tuple(spans)}
-    text = apply_template(renderer, messages, tools)
-    marks: Marks | None = None
+    whole = Rendering(messages, tools, renderer)
     turns: dict[int, tuple[Span, ...]] = {}
     for i in wanted:
-        if i in asked and asked[i].is_in(text):
+        if asked[i].is_in(whole.text):
             turns[i] = asked[i].spans
-            continue
-        marks = find_marks(text, messages, tools, renderer) if marks is None else marks
-        start = _find_start(text, messages, i, asked[i].prompt, tools, renderer).position
-        turns[i] = _find_rewritten(text, start, i, marks, renderer)
-    return text, turns
+        else:
+            turns[i] = _find_rewritten(whole, messages, i, tools, renderer)
+    return whole.text, turns
 
 
-def _find_rewritten(text: str, start: int, i: int, marks: Marks, renderer: Renderer) -> tuple[Span, ...]:
-    """The spans of turn `i`, which begins at `start` in the text of a longer conversation.
+def _find_rewritten(
+    whole: Rendering, messages: list[Message], i: int, tools: Tools, renderer: Renderer
+) -> tuple[Span, ...]:
+    """The spans of turn `i` in a longer conversation, none where the template leaves it out. Raises `BadRow`.
 
     It ends before the next message's words. Gemma 4 writes its words behind a call after the call's result: those are a
     span of their own.
     """
+    text, marks = whole.text, whole.marks
+    has_words = bool(messages[i]["content"].strip() or messages[i].get("tool_calls"))
+    if i in whole.unmarked:
+        raise _unknown(i)
+    if has_words and not any(mark.message == i for mark in marks):
+        return ()  # Mistral's second version does so with the calls of earlier questions
+    start = _find_start(whole, i, _ask(messages[:i], tools, renderer), renderer).position
     limit = min((mark.position for mark in marks if mark.message != i and mark.position > start), default=len(text))
     last = max(
         (mark.position for mark in marks if mark.message == i and start <= mark.position <= limit), default=start
     )
     spans = [(start, last + _measure_end(text[last:limit], renderer))]
     for message, run in groupby(marks, lambda mark: mark.message):
-        places = [mark.position for mark in run]
-        if message == i and places[0] > limit:
-            spans.append((places[0], places[-1]))
+        own = list(run)
+        if message == i and own[0].position > limit:
+            spans.append((own[0].position, _end_words(text, own[-1], renderer)))
     return tuple(spans)
+
+
+def _end_words(text: str, mark: Mark, renderer: Renderer) -> int:
+    """Where words end of which `mark` is the last: Gemma 4 leaves out what a content has behind <|channel>."""
+    special = None if mark.ends else renderer.special_tokens.search(text, mark.position)
+    return special.start() if special else mark.position
 
 
 def _measure_end(after: str, renderer: Renderer) -> int:
@@ -237,16 +249,17 @@ def _measure_end(after: str, renderer: Renderer) -> int:
 
 def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> AskedTurn | None:
     """Turn `i`, asked for by itself; None where the template's markers enclose nothing of it. Raises as `ask_turns`."""
-    before, answered = messages[:i], messages[: i + 1]
-    prompt = apply_template(renderer, before, tools, add_generation_prompt=True) if i else ""
-    own = apply_template(renderer, answered, tools)
-    start = _find_start(own, answered, i, prompt, tools, renderer)
-    # gpt-oss writes the reasoning before a call until an answer follows: the answer has seen it in its prompt.
-    text = prompt + own[start.position :] if start.is_continued else own
-    begin = len(prompt) if start.is_continued else start.position
+    asked = _ask(messages[:i], tools, renderer)
+    answered = Rendering(messages[: i + 1], tools, renderer)
+    start = _find_start(answered, i, asked, renderer)
+    prompt = asked.text if asked else ""
+    text, begin = answered.text, start.position
+    if start.is_continued:
+        # gpt-oss writes the reasoning before a call until an answer follows: the answer has seen it in its prompt.
+        text, begin = prompt + text[begin:], len(prompt)
     if renderer.has_markers:
-        shift = len(text) - len(own)
-        marked = apply_marked_template(renderer, answered, tools)[1]
+        shift = len(text) - len(answered.text)
+        marked = apply_marked_template(renderer, messages[: i + 1], tools)[1]
         spans = [(max(first + shift, begin), last + shift) for first, last in marked if last + shift > begin]
         # Phi-3's ends the whole conversation with a mark of its own, around its end of text.
         spans = [span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or spans
@@ -264,6 +277,11 @@ def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer)
     return AskedTurn(prompt, text, ((begin, end),))
 
 
+def _ask(before: list[Message], tools: Tools, renderer: Renderer) -> Rendering | None:
+    """The prompt that inference gives after some messages; None where there are none."""
+    return Rendering(before, tools, renderer, add_generation_prompt=True) if before else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Start:
     """Where a turn begins in a text. Returned by `_find_start`."""
@@ -272,55 +290,60 @@ class _Start:
     is_continued: bool  # behind the prompt, of which the answer may rewrite all but how it ends
 
 
-def _find_start(text: str, messages: list[Message], i: int, prompt: str, tools: Tools, renderer: Renderer) -> _Start:
-    """The start of turn `i` in the `text` of `messages`. Raises `BadRow` where it is unknown.
+def _find_start(answered: Rendering, i: int, asked: Rendering | None, renderer: Renderer) -> _Start:
+    """The start of turn `i` in a conversation, of which `asked` is the prompt. Raises `BadRow` where it is unknown.
 
-    `prompt`: what inference gives for the turn. Behind the last words before the turn, the text and the prompt have the
-    template's own words alone, and the turn begins where these differ.
+    Behind the last words before the turn, both have the template's own words alone: it begins where these differ.
     """
-    if i and text.startswith(prompt):
-        return _Start(len(prompt), True)
-    marks = find_marks(text, messages, tools, renderer)
-    own = next((mark.position for mark in marks if mark.message == i), len(text))
-    if i == 0:  # nothing asks for it: it begins behind as much of the generation prompt as stands before its words
+    text = answered.text
+    if asked and text.startswith(asked.text):
+        return _Start(len(asked.text), True)
+    own = next((mark.position for mark in answered.marks if mark.message == i), len(text))
+    if asked:
+        places = {mark.name: mark.position for mark in asked.marks}
+        before = [mark for mark in answered.marks if mark.message < i and mark.position <= own and mark.name in places]
+        if not before:
+            raise _unknown(i)
+        begin = before[-1].position
+        asks = asked.text[places[before[-1].name] :]
+    else:  # nothing asks for it: it begins behind as much of the generation prompt as stands before its words
         asks = renderer.generation_prompt
         begin = next((at for end in range(len(asks), 0, -1) if (at := text.rfind(asks[:end], 0, own)) >= 0), 0)
-    else:
-        earlier = [mark for mark in marks if mark.message < i and mark.position <= own]
-        asked = find_marks(prompt, messages[:i], tools, renderer, add_generation_prompt=True)
-        if [mark.name for mark in earlier[-1:]] != [mark.name for mark in asked[-1:]]:
-            raise BadRow(
-                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's "
-                f"turn begins and ends; {ADVICE}"
-            )
-        begin = earlier[-1].position if earlier else 0
-        asks = prompt[asked[-1].position if asked else 0 :]
-    shared = count_common(asks, text[begin:])
+    shared = count_common(asks, text[begin:own])
     if shared == len(asks):
-        return _Start(begin + shared, i > 0)
+        return _Start(begin + shared, asked is not None)
+    if asked and any(before[-1].message < other < i for other in answered.unmarked):
+        raise _unknown(i)
     # At a token's border: <think> and </think> begin alike.
     encoded = renderer.backend.encode(text[begin : begin + shared + CONTEXT], add_special_tokens=False)
     borders = [start for start, _ in encoded.offsets if start <= shared]
     return _Start(begin + max(borders, default=0), False)
 
 
+def _unknown(i: int) -> BadRow:
+    return BadRow(
+        f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's turn "
+        f"begins and ends; {ADVICE}"
+    )
+
+
 def refuse_faults(
     turns: Mapping[int, Sequence[Span]], marks: Marks, conversation: Conversation, renderer: Renderer
 ) -> None:
-    """Raises `BadRow` where what is trained on, the spans of `turns`, is not what the assistant says, each answer once.
+    """Raises `BadRow` where what is trained on, the spans of `turns`, is not each answer once, and nothing else.
 
     `marks`: in the document's text, by `trace`.
     """
     spans = sorted(span for of_turn in turns.values() for span in of_turn)
-    fault = "two of its trained spans overlap" if any(end > start for (_, end), (start, _) in pairwise(spans)) else ""
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        raise BadRow(f"the chat template writes two answers into each other; {ADVICE}")
     for mark in marks:
+        role = conversation.messages[mark.message]["role"]
+        name = f"message {mark.message + 1} ({role})"
         if not conversation.trained[mark.message]:
-            is_wrong = any(start < mark.position < end for start, end in spans)
-        else:  # its beginning may be the prompt's; what a template's own markers leave out is left out on purpose
-            is_traced = mark.ends and not renderer.has_markers
-            is_wrong = is_traced and not any(start <= mark.position <= end for start, end in spans)
-        if is_wrong:
-            role = conversation.messages[mark.message]["role"]
-            fault = f"message {mark.message + 1} ({role}) stands where another is trained, or not where it would be"
-    if fault:
-        raise BadRow(f"{fault}: the chat template writes its turns in an unknown way; {ADVICE}")
+            if any(start < mark.position < end for start, end in spans):
+                raise BadRow(f"the chat template writes {name} into an answer that is trained; {ADVICE}")
+        elif not mark.ends or renderer.has_markers:
+            continue  # its beginning may be the prompt's, and what markers leave out is left out on purpose
+        elif not any(start <= mark.position <= end for start, end in spans):
+            raise BadRow(f"the chat template writes {name} apart from its turn; {ADVICE}")

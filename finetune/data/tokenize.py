@@ -93,7 +93,7 @@ def render_group(
         raise BadRow(NOT_UNICODE) from None
     if len(group.documents) == 1:
         return texts, ()
-    texts = texts if group.rating else _begin_alike(group, texts)
+    texts = texts if group.rating else _begin_alike(group, texts, renderer)
     findings = () if group.rating else tuple(_check_pair(group, texts))
     if {"sides_equal", "side_empty", "side_untrained"} & set(findings):
         return (), findings
@@ -104,19 +104,23 @@ def render_group(
     return tuple(replace(text, group_hash=group_hash, rating=group.rating) for text in texts), findings
 
 
-def _begin_alike(group: Group, texts: tuple[RenderedText, ...]) -> tuple[RenderedText, ...]:
+def _begin_alike(group: Group, texts: tuple[RenderedText, ...], renderer: Renderer) -> tuple[RenderedText, ...]:
     """The texts of two answers, trained from the same place on, where one departs from the prompt before its end.
 
-    One that has no reasoning, say, after a prompt that opens <think>: what the other has there is its answer too.
+    One without reasoning, say, after a prompt that opens <think>: how the prompt goes on is part of the other answer.
     """
-    first = [next((i for i, on in enumerate(getattr(each, "trained", ())) if on), None) for each in group.documents]
-    if first[0] is None or first[0] != first[1] or not all(text.spans for text in texts):
+    if not all(text.spans for text in texts):
         return texts
-    short, long = sorted((text.text[: text.spans[0][0]] for text in texts), key=len)
-    if short == long or not long.startswith(short):
+    starts = [text.spans[0][0] for text in texts]
+    short, long = sorted((text.text[:start] for text, start in zip(texts, starts, strict=True)), key=len)
+    own = add_variables(renderer, getattr(group.documents[0], "variables", None))
+    if short == long or not long.startswith(short) or not own.generation_prompt.endswith(long[len(short) :]):
         return texts
     more = (len(short), len(long))
-    return tuple(replace(text, spans=(more, *text.spans)) if text.spans[0][0] == more[1] else text for text in texts)
+    return tuple(
+        replace(text, spans=(more, *text.spans)) if start == len(long) else text
+        for text, start in zip(texts, starts, strict=True)
+    )
 
 
 def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> ParsedRow | BadRow:

@@ -7,6 +7,7 @@ tokens that are trained, as the tokenizer decodes them; what a template writes i
 """
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
@@ -25,8 +27,9 @@ from finetune.data.render import RenderedText, render_turns
 from finetune.data.tokenize import render_group, tokenize
 from finetune.data.tokenizer import TEMPLATES, Encoder, Renderer, make_encoder, make_renderer
 from tests.conftest import make_tokenizer
-from tests.data.test_turns import use_template
+from tests.data.test_turns import PUBLISHED, read_published, use_template
 
+ROWS = int(os.environ.get("FINETUNE_WORD_ROWS", "10000"))
 SOURCE = DatasetSource(path="rows.jsonl")
 # What stands around and between the words: markers of these templates, and what they look for in a content.
 LOOKALIKES = (
@@ -53,6 +56,10 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": f"The {name}.", "parameters": PARAMETERS}}
     for name in ("weather", "traffic")
 ]
+VARIABLES: Sequence[dict[str, Any]] = (
+    *({}, {}, {}, {"enable_thinking": True, "thinking": True}, {"enable_thinking": False}),
+    {"preserve_thinking": True, "clear_thinking": False, "truncate_history_thinking": False},
+)
 COMPARED = {"prompt_not_continued", "unlike_inference"}
 Message = dict[str, Any]
 
@@ -122,11 +129,11 @@ class Writer:
         self.speaks = self.pick((0, 0.5, 1))
         self.parallel = self.pick((0, 0.5))
         has_calls = self.chance(0.6)
-        rounds = (0, 0, 1, 2, 3) if has_calls else (0,)
+        rounds = (0, 1, 1, 2) if has_calls else (0,)
         messages: list[Message] = [{"role": "system", "content": self.say()}] if self.chance(0.4) else []
         if self.chance(0.04):
             messages += self.respond(0)
-        for _ in range(int(self.generator.integers(1, 4))):
+        for _ in range(self.pick((1, 1, 2, 2, 3))):
             messages += [{"role": "user", "content": self.say()}, *self.respond(self.pick(rounds))]
         if self.chance(0.1):
             messages = messages[: int(self.generator.integers(2, len(messages) + 1))]
@@ -142,12 +149,14 @@ class Writer:
 class Oracle:
     """What transformers' `apply_chat_template` writes for the beginnings of a conversation."""
 
-    def __init__(self, tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
+    def __init__(
+        self, tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None, **variables: Any
+    ) -> None:
         plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
 
         @cache
         def write(end: int, asks: bool = False) -> str:
-            options = {"tools": tools, "tokenize": False, "add_generation_prompt": asks}
+            options = {"tools": tools, "tokenize": False, "add_generation_prompt": asks, **variables}
             return str(tokenizer.apply_chat_template(plain[:end], **options))
 
         self.write = write
@@ -202,8 +211,8 @@ class Checked:
     renderers: Mapping[str, Renderer]  # by `turns`
 
 
-def open_template(name: str) -> Checked:
-    tokenizer = use_template(make_tokenizer(), TEMPLATES[name])
+def open_template(template: str) -> Checked:
+    tokenizer = use_template(make_tokenizer(), template)
     tokenizer.add_tokens(["<think>", "</think>"])
     modes = ("auto", "split", "whole", "last")
     renderers = {turns: make_renderer(tokenizer, True, turns=turns) for turns in modes}  # type: ignore[arg-type]
@@ -216,8 +225,10 @@ def check_row(checked: Checked, writer: Writer) -> bool:
     tools = TOOLS if has_tools else None
     messages = writer.take_copies(unique)
     turns = str(writer.pick(("auto", "auto", "auto", "split", "whole", "last")))
+    variables = writer.pick(VARIABLES)
+    row = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
     try:
-        document = parse_row({"messages": messages, "tools": tools}, SOURCE).document
+        document = parse_row(row, SOURCE).document
     except BadRow:
         return False  # no answer in it
     assert isinstance(document, Conversation)
@@ -225,7 +236,8 @@ def check_row(checked: Checked, writer: Writer) -> bool:
     if not trained:
         return False
     trained = trained[-1:] if turns == "last" else trained
-    ours, apart = Oracle(checked.tokenizer, messages, tools), Oracle(checked.tokenizer, unique, tools)
+    ours = Oracle(checked.tokenizer, messages, tools, **variables)
+    apart = Oracle(checked.tokenizer, unique, tools, **variables) if writer.copies else ours
     try:
         texts = render_turns(document, checked.renderers[turns])
     except BadRow as refused:
@@ -285,3 +297,24 @@ def check_pair(checked: Checked, writer: Writer) -> bool:
     rewritten = any(COMPARED & {*text.findings} for text in texts)
     assert rewritten or "prompts_differ" not in findings
     return True
+
+
+def check_rows(template: str, rows: int) -> None:
+    checked, writer, taken = open_template(template), Writer(np.random.default_rng(43)), 0
+    for number in range(rows):
+        taken += check_row(checked, writer)
+        if number % 4 == 0:
+            check_pair(checked, writer)
+    assert taken > rows / 4
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_word_of_an_answer_is_trained_once_and_no_other(name: str) -> None:
+    check_rows(TEMPLATES[name], 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TEMPLATES, *(f"published {name}" for name in PUBLISHED)])
+def test_every_word_of_an_answer_is_trained_once_in_ten_thousand_rows(name: str) -> None:
+    known = TEMPLATES.get(name)
+    check_rows(known or read_published(name.removeprefix("published ")), ROWS)
