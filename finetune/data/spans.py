@@ -1,10 +1,13 @@
-"""The spans of a rendered conversation that are trained on: what the assistant says, with the end of its turn.
+"""The spans of a rendered conversation that are trained on: what the model itself would write in each turn.
 
     <|user|>2 + 2?<|end|><|assistant|>4<|end|><|user|>Sure?<|end|><|assistant|>Yes.<|end|>
                                       ^^^^^^^^                                 ^^^^^^^^^^^
 
-A template with {% generation %} markers gives them. For any other template they are found by rendering parts of the
-conversation and comparing the texts.
+The prompt of a turn is what the template writes for the messages before it, with the generation prompt. The turn begins
+where the text departs from its prompt, and ends with the token at which generation stops. Where an answer makes the
+template rewrite what stands before it, the two are compared from the last words that both have (`marks.py`).
+
+A template with {% generation %} markers says by itself what a turn is.
 """
 
 from collections.abc import Mapping, Sequence

@@ -251,7 +251,7 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     if (images := getattr(tokenizer, "images", None)) is not None:
-        digest.update(json.dumps(images.describe(), sort_keys=True).encode())
+        digest.update(json.dumps([images.is_expected, images.describe()], sort_keys=True).encode())
     return digest.hexdigest()
 
 

@@ -20,8 +20,8 @@ from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.findings import Tally
 from finetune.data.formats import Conversation, Document, Group, ParsedRow, Row, parse_row
-from finetune.data.images import ImageProcessor, hash_images, read_image
-from finetune.data.messages import BadRow
+from finetune.data.images import ImageProcessor, hash_images, holds_images, read_image
+from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import (
     find_mismatched,
     is_empty_answer,
@@ -282,6 +282,11 @@ def _render_batch(
             places += [(file, number)] * len(texts)
             for name in dict.fromkeys((*parsed.findings, *(name for _, found in rendered for name in found))):
                 stats.tally.add(name, [where])
+            if column := _find_unread_images(row, parsed, reader.kind):
+                takes_images = renderer.images is not None and renderer.images.is_expected
+                name = "images_dropped" if takes_images else "images_unread"
+                stats.tally.add(name, [where])
+                stats.tally.details.setdefault(name, f"the column {list_columns([column])}")
             count_columns(stats.unused_columns, dict.fromkeys(parsed.unused_columns, 1))
             if isinstance(row, RepeatedKeys):
                 stats.tally.add("repeated_keys", [where])
@@ -301,6 +306,14 @@ def _render_batch(
     stats.skipped += problems[: SHOWN_BAD_ROWS - len(stats.skipped)]
     stats.tally.add("skipped", list(bad))
     return documents, places
+
+
+def _find_unread_images(row: Row, parsed: ParsedRow, kind: RowKind) -> str | None:
+    """The first column of images in a row of which the model is shown none; None where there is none."""
+    if any(getattr(document, "images", ()) for group in parsed.groups for document in group.documents):
+        return None
+    columns = row if kind == "prompts" else parsed.unused_columns  # rewards get all columns of a prompt
+    return next((column for column in columns if row.get(column) and holds_images(column, row[column])), None)
 
 
 def count_columns(counts: dict[str, int], more: Mapping[str, int]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.config.schema import DatasetSource
+from finetune.config.schema import DatasetSource, Turns
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
@@ -50,6 +50,7 @@ LOOKALIKES = (
     ),
     *("Köln", "日本", "🙂", "\u200b", "\n", "\n\n", "  ", "\t", "\\", '"', "'"),
 )
+THOUGHT = re.compile("</think>|<channel[|]>")
 WORD = re.compile(r"z\d{4}y")
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}, "required": []}
 TOOLS = [
@@ -214,8 +215,9 @@ class Checked:
 def open_template(template: str) -> Checked:
     tokenizer = use_template(make_tokenizer(), template)
     tokenizer.add_tokens(["<think>", "</think>"])
-    modes = ("auto", "split", "whole", "last")
-    renderers = {turns: make_renderer(tokenizer, True, turns=turns) for turns in modes}  # type: ignore[arg-type]
+    modes: Sequence[Turns] = ("auto", "split", "whole", "last")
+    renderers: dict[str, Renderer] = {turns: make_renderer(tokenizer, True, turns=turns) for turns in modes}
+    renderers["silent"] = make_renderer(tokenizer, True, train_on_reasoning=False)
     return Checked(tokenizer, make_encoder(tokenizer), renderers)
 
 
@@ -224,7 +226,7 @@ def check_row(checked: Checked, writer: Writer) -> bool:
     unique, has_tools = writer.converse()
     tools = TOOLS if has_tools else None
     messages = writer.take_copies(unique)
-    turns = str(writer.pick(("auto", "auto", "auto", "split", "whole", "last")))
+    turns = str(writer.pick(("auto", "auto", "auto", "silent", "split", "whole", "last")))
     variables = writer.pick(VARIABLES)
     row = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
     try:
@@ -236,6 +238,8 @@ def check_row(checked: Checked, writer: Writer) -> bool:
     if not trained:
         return False
     trained = trained[-1:] if turns == "last" else trained
+    if turns == "silent" and any(THOUGHT.search(messages[i]["content"]) for i in trained):
+        return False  # part of the content is reasoning
     ours = Oracle(checked.tokenizer, messages, tools, **variables)
     apart = Oracle(checked.tokenizer, unique, tools, **variables) if writer.copies else ours
     try:
@@ -250,7 +254,8 @@ def check_row(checked: Checked, writer: Writer) -> bool:
     expected: Counter[str] = Counter()
     for i in trained:
         written = apart.write(len(unique) if turns == "whole" else i + 1)
-        expected.update(writer.copies.get(word, word) for word in list_words(unique[i]) if word in written)
+        said = unique[i] if turns != "silent" else unique[i] | {"reasoning_content": ""}
+        expected.update(writer.copies.get(word, word) for word in list_words(said) if word in written)
     found = decode_trained(texts, checked.tokenizer, checked.encoder)
     assert Counter(WORD.findall("|".join(found))) == expected
     ends = [len(messages)] if turns == "whole" else [i + 1 for i in trained] + [len(messages)]
@@ -314,7 +319,12 @@ def test_every_word_of_an_answer_is_trained_once_and_no_other(name: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*TEMPLATES, *(f"published {name}" for name in PUBLISHED)])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_every_word_of_an_answer_is_trained_once_in_ten_thousand_rows(name: str) -> None:
-    known = TEMPLATES.get(name)
-    check_rows(known or read_published(name.removeprefix("published ")), ROWS)
+    check_rows(TEMPLATES[name], ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_word_of_an_answer_is_trained_once_under_published_templates(name: str) -> None:
+    check_rows(read_published(name), ROWS // 10)
