@@ -20,6 +20,7 @@ WRITTEN = {ord(str(digit)): FIRST + 1 + digit for digit in range(10)}
 READ = {character: chr(digit) for digit, character in WRITTEN.items()}
 MARK = re.compile("\ufdd0([\ufdd1-\ufdda]+)\ufddb")
 WORDS = ("content", *REASONING_KEYS)
+FUNCTION_NAME = ".name"
 PADDING = re.compile(rf"[\s{IMAGE}]*")  # templates trim it, and part a content at its images
 
 
@@ -115,13 +116,14 @@ def _mark(
     pieces = MARK.split(written)  # words and the numbers of marks, by turns
     if "".join(pieces[::2]) != text:
         return None
-    marks: dict[int, Mark] = {}
+    marks: list[Mark] = []
     position = 0
     for words, character in zip(pieces[::2], pieces[1::2], strict=False):
         position += len(words)
-        number = int(character.translate(READ))
-        marks.setdefault(number, replace(names[number], position=position))  # a result may repeat its function's name
-    return tuple(marks.values())
+        mark = replace(names[int(character.translate(READ))], position=position)
+        is_repeated = mark.part.endswith(FUNCTION_NAME) and any(mark.name == other.name for other in marks)
+        marks += [] if is_repeated else [mark]  # a result may repeat its function's name
+    return tuple(marks)
 
 
 def _mark_message(message: Message, index: int, names: list[Mark]) -> Message:

@@ -198,11 +198,14 @@ def _check(
 
 def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Marks) -> Span | None:
     """Where the words of its reasoning stand in a turn, with the white space behind them; None where they do not."""
-    places = [mark.position for mark in marks if mark.message == i and mark.part in REASONING_KEYS]
+    own = [mark for mark in marks if mark.message == i]
+    places = [mark.position for mark in own if mark.part in REASONING_KEYS]
     words = read_reasoning(message)
     closed = THINKING_END.search(text, *turn)
     if places:
         start, end = places[0], places[-1]
+    elif own and any(key in message for key in REASONING_KEYS):
+        return None  # the template leaves it out
     elif words and closed:  # the content has it, behind a tag that the prompt may have opened
         opened = THINKING_START.search(text, turn[0], closed.start())
         start = text.find(words, opened.end() if opened else turn[0], turn[1])

@@ -218,11 +218,12 @@ def _find_rewritten(
     """
     text, marks = whole.text, whole.marks
     has_words = bool(messages[i]["content"].strip() or messages[i].get("tool_calls"))
-    if i in whole.unmarked:
-        raise _unknown(i)
-    if has_words and not any(mark.message == i for mark in marks):
+    if has_words and i not in whole.unmarked and not any(mark.message == i for mark in marks):
         return ()  # Mistral's second version does so with the calls of earlier questions
-    start = _find_start(whole, i, _ask(messages[:i], tools, renderer), renderer).position
+    found = _find_start(whole, i, _ask(messages[:i], tools, renderer), renderer)
+    if found is None or i in whole.unmarked:
+        raise _unknown(i)
+    start = found.position
     limit = min((mark.position for mark in marks if mark.message != i and mark.position > start), default=len(text))
     last = max(
         (mark.position for mark in marks if mark.message == i and start <= mark.position <= limit), default=start
@@ -255,29 +256,39 @@ def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer)
     asked = _ask(messages[:i], tools, renderer)
     answered = Rendering(messages[: i + 1], tools, renderer)
     start = _find_start(answered, i, asked, renderer)
+    if start is None and not renderer.has_markers:
+        raise _unknown(i)
     prompt = asked.text if asked else ""
-    text, begin = answered.text, start.position
-    if start.is_continued:
+    text = answered.text
+    begin = start.position if start else 0
+    if start and start.is_continued:
         # gpt-oss writes the reasoning before a call until an answer follows: the answer has seen it in its prompt.
-        text, begin = prompt + text[begin:], len(prompt)
-    if renderer.has_markers:
-        shift = len(text) - len(answered.text)
-        marked = apply_marked_template(renderer, messages[: i + 1], tools)[1]
-        spans = [(max(first + shift, begin), last + shift) for first, last in marked if last + shift > begin]
-        # Phi-3's ends the whole conversation with a mark of its own, around its end of text.
-        spans = [span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or spans
-        if not spans:
-            return None
-        end = max(spans[-1][1], _find_end_of_turn(text, *spans[-1], renderer))
-        return AskedTurn(prompt, text, (*spans[:-1], (spans[-1][0], end)))
+        text = prompt + text[begin:]
+        begin = len(prompt)
+    if not renderer.has_markers:
+        return AskedTurn(prompt, text, ((begin, _end_asked(text, begin, renderer)),))
+    shift = len(text) - len(answered.text)
+    marked = apply_marked_template(renderer, messages[: i + 1], tools)[1]
+    spans = [(max(first + shift, begin), last + shift) for first, last in marked if last + shift > begin]
+    # Phi-3's ends the whole conversation with a mark of its own, around its end of text.
+    spans = [span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or spans
+    if not spans:
+        return None
+    end = max(spans[-1][1], _find_end_of_turn(text, *spans[-1], renderer))
+    earlier = spans[:-1] if begin else []
+    return AskedTurn(prompt, text, (*earlier, (spans[-1][0], end)))
+
+
+def _end_asked(text: str, begin: int, renderer: Renderer) -> int:
+    """Where the turn ends with which a text ends."""
     end = _find_end_of_turn(text, begin, len(text), renderer)
-    if renderer.end_of_turn and renderer.end_of_turn in text[begin:end]:
-        # What follows belongs to the end of the whole conversation: Phi-3 writes its end of text there.
-        answer, _, after = text[begin:end].rpartition(renderer.end_of_turn)
-        if answer.rstrip().endswith(renderer.end_of_turn):
-            answer = answer.rstrip().removesuffix(renderer.end_of_turn)
-        end = end if renderer.special_tokens.sub("", after).strip() else begin + len(answer + renderer.end_of_turn)
-    return AskedTurn(prompt, text, ((begin, end),))
+    if not renderer.end_of_turn or renderer.end_of_turn not in text[begin:end]:
+        return end
+    # What follows belongs to the end of the whole conversation: Phi-3 writes its end of text there.
+    answer, _, after = text[begin:end].rpartition(renderer.end_of_turn)
+    if answer.rstrip().endswith(renderer.end_of_turn):
+        answer = answer.rstrip().removesuffix(renderer.end_of_turn)
+    return end if renderer.special_tokens.sub("", after).strip() else begin + len(answer + renderer.end_of_turn)
 
 
 def _ask(before: list[Message], tools: Tools, renderer: Renderer) -> Rendering | None:
@@ -293,8 +304,8 @@ class _Start:
     is_continued: bool  # behind the prompt, of which the answer may rewrite all but how it ends
 
 
-def _find_start(answered: Rendering, i: int, asked: Rendering | None, renderer: Renderer) -> _Start:
-    """The start of turn `i` in a conversation, of which `asked` is the prompt. Raises `BadRow` where it is unknown.
+def _find_start(answered: Rendering, i: int, asked: Rendering | None, renderer: Renderer) -> _Start | None:
+    """The start of turn `i` in a conversation, of which `asked` is the prompt; None where it is unknown.
 
     Behind the last words before the turn, both have the template's own words alone: it begins where these differ.
     """
@@ -306,7 +317,7 @@ def _find_start(answered: Rendering, i: int, asked: Rendering | None, renderer: 
         places = {mark.name: mark.position for mark in asked.marks}
         before = [mark for mark in answered.marks if mark.message < i and mark.position <= own and mark.name in places]
         if not before:
-            raise _unknown(i)
+            return None
         begin = before[-1].position
         asks = asked.text[places[before[-1].name] :]
     else:  # nothing asks for it: it begins behind as much of the generation prompt as stands before its words
@@ -316,7 +327,7 @@ def _find_start(answered: Rendering, i: int, asked: Rendering | None, renderer: 
     if shared == len(asks):
         return _Start(begin + shared, asked is not None)
     if asked and any(before[-1].message < other < i for other in answered.unmarked):
-        raise _unknown(i)
+        return None
     # At a token's border: <think> and </think> begin alike.
     encoded = renderer.backend.encode(text[begin : begin + shared + CONTEXT], add_special_tokens=False)
     borders = [start for start, _ in encoded.offsets if start <= shared]

@@ -282,7 +282,8 @@ def _render_batch(
             places += [(file, number)] * len(texts)
             for name in dict.fromkeys((*parsed.findings, *(name for _, found in rendered for name in found))):
                 stats.tally.add(name, [where])
-            if column := _find_unread_images(row, parsed, reader.kind):
+            column = None if isinstance(row, BadRow) else _find_unread_images(row, parsed, reader.kind)
+            if column is not None:
                 takes_images = renderer.images is not None and renderer.images.is_expected
                 name = "images_dropped" if takes_images else "images_unread"
                 stats.tally.add(name, [where])

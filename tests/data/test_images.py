@@ -319,7 +319,7 @@ def test_images_that_nothing_reads_are_a_warning_for_a_model_without_a_tower(mod
     draw_image(tmp_path / "0.png", 0)
     config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     keys = {"model_name_or_path": None, "model_config": config, "tokenizer_name_or_path": str(model)}
-    rows = [{"text": "A fox.", "photo": "0.png"}, {"text": "A hen.", "photo_id": 7, "images": []}]
+    rows: list[dict[str, Any]] = [{"text": "A fox.", "photo": "0.png"}, {"text": "A hen.", "photo_id": 7, "images": []}]
     report = prepare(model, write_rows(tmp_path, rows), **keys).report
     assert [(f.severity, f.rows) for f in report.findings if f.name == "images_unread"] == [("warning", 1)]
     assert "images_dropped" not in {f.name for f in report.findings}

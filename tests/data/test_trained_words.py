@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,17 @@ import pytest
 from finetune.config.schema import DatasetSource, Turns
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, parse_row
+from finetune.data.marks import trace
 from finetune.data.messages import BadRow
 from finetune.data.preferences import parse_pair
 from finetune.data.render import RenderedText, render_turns
+from finetune.data.spans import refuse_faults
 from finetune.data.tokenize import render_group, tokenize
 from finetune.data.tokenizer import TEMPLATES, Encoder, Renderer, make_encoder, make_renderer
+from finetune.errors import UserError
 from tests.conftest import make_tokenizer
+from tests.data.conftest import Prepare
+from tests.data.test_prepare import write_lines
 from tests.data.test_turns import PUBLISHED, read_published, use_template
 
 ROWS = int(os.environ.get("FINETUNE_WORD_ROWS", "10000"))
@@ -328,3 +334,88 @@ def test_every_word_of_an_answer_is_trained_once_in_ten_thousand_rows(name: str)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_word_of_an_answer_is_trained_once_under_published_templates(name: str) -> None:
     check_rows(read_published(name), ROWS // 10)
+
+
+OPENS = (
+    "{%- for m in messages -%}<|im_start|>{{ m['role'] + '\n' }}"
+    "{%- if m['role'] == 'assistant' and m['reasoning_content'] -%}{{ '<think>\n' + m['reasoning_content'] + '\n</think>\n' }}{%- endif -%}"
+    "{{- m['content'] + '<|im_end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}"
+)
+ASKED = {"role": "user", "content": "FIRST QUESTION"}
+THOUGHT_OF = {"role": "assistant", "reasoning_content": "THOUGHT", "content": "FIRST ANSWER"}
+AGAIN = [{"role": "user", "content": "SECOND QUESTION"}, {"role": "assistant", "content": "SECOND ANSWER"}]
+
+
+def test_an_answer_that_leaves_out_what_the_prompt_opens_is_the_templates_own_text() -> None:
+    checked = open_template(OPENS)
+    row = {"messages": [ASKED, THOUGHT_OF, *AGAIN]}
+    (text,) = render_turns(parse_row(row, SOURCE).document, checked.renderers["auto"])
+    assert text.text == checked.tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    found = decode_trained([text], checked.tokenizer, checked.encoder)
+    assert found == ["THOUGHT\n</think>\nFIRST ANSWER<|im_end|>", "SECOND ANSWER<|im_end|>"]
+    assert "prompt_not_continued" in text.findings
+
+
+CALLED = {"name": "weather", "arguments": {"city": "SF"}}
+CALLS = [
+    {"role": "assistant", "content": "", "reasoning_content": "REASON", "tool_calls": [CALLED]},
+    {"role": "tool", "name": "weather", "content": "RESULT"},
+]
+GOOD, BAD = ({"role": "assistant", "content": content} for content in ("GOOD", "BAD"))
+
+
+@pytest.mark.parametrize("name", ["nemotron3", "glm4.7", "qwen3.5", "qwen3"])
+@pytest.mark.parametrize("before", [0, len(CALLS)], ids=["a call is chosen", "a call is asked"])
+def test_both_sides_of_a_pair_are_trained_from_the_same_place_on(name: str, before: int) -> None:
+    checked = open_template(TEMPLATES[name])
+    asked, chosen = [ASKED, *CALLS[:before]], [*CALLS[before:], GOOD]
+    row = {"prompt": asked, "chosen": chosen, "rejected": [BAD], "tools": TOOLS}
+    texts, findings = render_group(parse_pair(row, SOURCE).groups[0], checked.renderers["auto"])
+    prompts = [text.text[: text.spans[0][0]] for text in texts]
+    answers = [decode_trained([text], checked.tokenizer, checked.encoder) for text in texts]
+    assert prompts[0] == prompts[1] and "prompts_differ" not in findings
+    assert answers[0][-1].replace("GOOD", "BAD") == answers[1][-1]
+    assert "".join(answers[0]).count("</think>") == len(answers[0]) * ("</think>" in answers[1][0])
+
+
+# Templates that write the words of one message into the turn of another.
+QUOTES = (
+    "{%- for m in messages -%}<|im_start|>{{ m['role'] + '\n' }}"
+    "{%- if m['role'] == 'assistant' -%}{{ '> ' + loop.previtem['content'] + '\n' }}{%- endif -%}"
+    "{{- m['content'] + '<|im_end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+ENCLOSES = (
+    "{%- for m in messages -%}{% generation %}<|im_start|>{{ m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endgeneration %}{%- endfor -%}"
+)
+
+
+@pytest.mark.parametrize(("template", "turns"), [(QUOTES, "auto"), (QUOTES, "whole"), (ENCLOSES, "whole")])
+def test_a_template_that_writes_a_question_into_an_answer_is_refused_with_the_row(
+    template: str, turns: str, prepare: Prepare, tmp_path: Path
+) -> None:
+    rows = [{"messages": [ASKED, THOUGHT_OF]}, {"messages": [ASKED, THOUGHT_OF, *AGAIN]}]
+    data = write_lines(tmp_path / "rows.jsonl", rows)
+    special = {"added_tokens": ["<|im_start|>", "<|im_end|>"], "eot_tokens": ["<|im_end|>"], "max_length": 512}
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: the chat template writes message 1 \(user\) into an answer"):
+        prepare([{"path": str(data)}], chat_template=template, turns=turns, **special)
+
+
+def test_spans_that_overlap_or_miss_an_answer_and_a_text_of_ones_own_are_refused() -> None:
+    renderer = open_template(TEMPLATES["chatml"]).renderers["auto"]
+    document = parse_row({"messages": [ASKED, THOUGHT_OF, *AGAIN]}, SOURCE).document
+    assert isinstance(document, Conversation)
+    (text,) = render_turns(document, renderer)
+    marks = trace(text.text, document.messages, (), renderer)
+    first, second = text.spans
+    refuse_faults({1: (first,), 3: (second,)}, marks, document, renderer)
+    with pytest.raises(BadRow, match="two answers into each other"):
+        refuse_faults({1: (first,), 3: ((first[1] - 1, second[1]),)}, marks, document, renderer)
+    with pytest.raises(BadRow, match=r"message 4 \(assistant\) apart from its turn"):
+        refuse_faults({1: (first,)}, marks, document, renderer)
+    with pytest.raises(BadRow, match=r"message 3 \(user\) into an answer"):
+        refuse_faults({1: (first,), 3: ((first[1], second[1]),)}, marks, document, renderer)
+    with pytest.raises(BadRow, match="not what the chat template writes"):
+        trace(text.text + " ", document.messages, (), renderer)
