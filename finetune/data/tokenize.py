@@ -107,7 +107,7 @@ def render_group(
 def _begin_alike(group: Group, texts: tuple[RenderedText, ...], renderer: Renderer) -> tuple[RenderedText, ...]:
     """The texts of two answers, trained from the same place on, where one departs from the prompt before its end.
 
-    One without reasoning, say, after a prompt that opens <think>: how the prompt goes on is part of the other answer.
+    One without reasoning, say, after a prompt that opens <think>: the rest of the prompt is part of the other answer.
     """
     if not all(text.spans for text in texts):
         return texts
