@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -17,7 +18,7 @@ from unittest.mock import patch
 
 import xxhash
 
-from finetune.config.pretrained import load_config, text_config_of
+from finetune.config.pretrained import is_vision_language, load_config, text_config_of
 from finetune.config.schema import Model
 from finetune.constants import PROCESSOR_FILES
 from finetune.data.messages import IMAGE, BadRow, describe_value
@@ -75,6 +76,20 @@ def read_image(value: Any, folder: Path) -> EncodedImage:
         value.save(encoded, "PNG")
         return EncodedImage(encoded.getvalue())
     raise BadRow(f"image: a path or bytes are expected, found {describe_value(value)}")
+
+
+IMAGE_COLUMN = re.compile(r"(.*_)?(images?|imgs?|pictures?|photos?|pixel_values)", re.IGNORECASE)
+
+
+def holds_images(column: str, value: Any) -> bool:
+    """Whether a column's value is an image or a list of them: by the column's name, or by what it holds.
+
+    >>> holds_images("photo", "fox.png"), holds_images("file", {"bytes": b"...", "path": None}), holds_images("id", 7)
+    (True, True, False)
+    """
+    first = value[0] if isinstance(value, list) and value else value
+    is_stored = isinstance(first, Mapping) and isinstance(first.get("bytes"), bytes)
+    return is_stored or hasattr(first, "save") or (bool(IMAGE_COLUMN.fullmatch(column)) and not isinstance(first, int))
 
 
 def _read_file(path: Path) -> EncodedImage:
@@ -171,6 +186,16 @@ class ImageProcessor:
             )
             found |= {file: Path(path).read_text(encoding="utf-8", errors="replace")} if path else {}
         return found
+
+    @cached_property
+    def is_expected(self) -> bool:
+        """Whether the model is a vision-language one."""
+        if self._model.model_config is None and self._model.model_name_or_path is None:
+            return False
+        try:
+            return is_vision_language(load_config(self._model))
+        except UserError:  # its config cannot be read, which is reported where the model is
+            return False
 
     @property
     def family(self) -> str:

@@ -290,3 +290,36 @@ def test_images_that_see_themselves_in_some_layers_alone_are_refused(tmp_path: P
         UserError, match="not supported for gemma4 with use_bidirectional_attention: vision; it is tested"
     ):
         prepare(large, data)
+
+
+UNREAD: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"prompt": "What?", "completion": " A fox.", "images": ["0.png"]}, {}),
+    ({"text": "A fox.", "photo": "0.png"}, {}),
+    ({"messages": [{"role": "user", "content": "What?"}, ANSWER], "picture": {"bytes": None, "path": "0.png"}}, {}),
+    ({"prompt": "What?", "chosen": " A fox.", "rejected": " A hen.", "image": "0.png"}, {"method": "dpo"}),
+    ({"prompt": "What?", "image": "0.png"}, {"method": "grpo", "rewards": ["format"], "max_completion_length": 16}),
+]
+
+
+@pytest.mark.parametrize(("row", "keys"), UNREAD)
+def test_images_that_nothing_reads_are_fatal_for_a_model_that_would_see_them(
+    row: dict[str, Any], keys: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    draw_image(tmp_path / "0.png", 0)
+    data = write_rows(tmp_path, [row, row | {"prompt": "Who?"}])
+    column = next(name for name in row if name in ("images", "photo", "picture", "image"))
+    with pytest.raises(UserError, match=rf"fatal: images_dropped: .*; first: the column {column} ") as problem:
+        prepare(tmp_path / "model", data, **keys)
+    assert f"{data}:1" in str(problem.value)
+
+
+def test_images_that_nothing_reads_are_a_warning_for_a_model_without_a_tower(model: Path, tmp_path: Path) -> None:
+    draw_image(tmp_path / "0.png", 0)
+    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    keys = {"model_name_or_path": None, "model_config": config, "tokenizer_name_or_path": str(model)}
+    rows: list[dict[str, Any]] = [{"text": "A fox.", "photo": "0.png"}, {"text": "A hen.", "photo_id": 7, "images": []}]
+    report = prepare(model, write_rows(tmp_path, rows), **keys).report
+    assert [(f.severity, f.rows) for f in report.findings if f.name == "images_unread"] == [("warning", 1)]
+    assert "images_dropped" not in {f.name for f in report.findings}
