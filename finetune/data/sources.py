@@ -23,7 +23,15 @@ from finetune.config import user_code
 from finetune.config.schema import DatasetSource
 from finetune.data.examples import make_generator
 from finetune.data.messages import BadRow
-from finetune.data.readers import KINDS, TEXT_READERS, NumberedRow, convert_os_errors, file_kind, limit_unpacked, most_unpacked
+from finetune.data.readers import (
+    KINDS,
+    TEXT_READERS,
+    NumberedRow,
+    convert_os_errors,
+    file_kind,
+    limit_unpacked,
+    most_unpacked,
+)
 from finetune.errors import UserError, first_line
 from finetune.files.durable import CHECKSUM, checksum
 from finetune.files.network import go_offline_without_network

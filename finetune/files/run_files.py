@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files.durable import replace_file
-<<<<<<< HEAD
 from finetune.files.json_files import read_json_lines, read_json_object, read_lines_as_written
-=======
-from finetune.files.json_files import read_json_lines, read_json_object
 from finetune.files.network import find_local_folder
->>>>>>> b
 
 BENCHMARKS = "benchmarks.json"
 

@@ -73,16 +73,13 @@ class ModelSize:
     active: int  # those that work on one token: of a mixture's routed experts, the ones that it chooses
     multiplied: int  # active ones in matrix products: all but an untied input embedding
     frozen_multiplied: int  # those among them without a gradient of their own; adapters, which are small, count as such
-<<<<<<< HEAD
     unreached: tuple[str, ...] = ()  # names of parameters that the recipe would train, and that no image reaches
-=======
     carried: Mapping[str, StoredTensor] = field(default_factory=dict)  # of the base's files, beside the parameters
 
     @property
     def carried_bytes(self) -> int:
         """What the export holds beside the parameters."""
         return sum(tensor.byte_count for tensor in self.carried.values())
->>>>>>> b
 
 
 def load_model(
@@ -124,11 +121,7 @@ def load_model(
     if checkpoints:
         keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
         checkpoint_activations(built, *keys, None if model.torch_compile else offload)
-<<<<<<< HEAD
-    size = replace(count_parameters(built), unreached=unreached)
-=======
-    size = replace(count_parameters(built), carried=read_carried(model, built))
->>>>>>> b
+    size = replace(count_parameters(built), unreached=unreached, carried=read_carried(model, built))
     if stored and quantization.bits is None:
         raise UserError(
             f"{min(stored)} is stored quantized, but config.json does not say so; name the unquantized model"
