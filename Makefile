@@ -1,11 +1,12 @@
 # Two commands on a fresh machine: make quickstart, make test. Everything lives in .venv.
 PYTHON ?= python3
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: quickstart test test-slow test-lowest check format clean
 
 quickstart: .venv/packages
-	accelerate launch finetune/run.py --config fsdp_full_shard.yaml
+	finetune launch --config fsdp_full_shard.yaml
 
 test: .venv/installed
 	python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder

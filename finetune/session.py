@@ -41,6 +41,7 @@ from finetune.export.export import export_run
 from finetune.export.logits import check_streamed_logits
 from finetune.models.load import ModelSize, load_model, trains_tower
 from finetune.models.log_probabilities import head_log_probabilities
+from finetune.models.lora import seed_of
 from finetune.models.probe import check_training_forward
 from finetune.optim.optimizers import build_optimizer
 from finetune.plan.architecture import find_local_facts
@@ -371,15 +372,29 @@ class Session:
         return Update(self.progress.step, learning_rate, float(result.grad_norm), is_skipped)
 
     def sample(
-        self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], max_new_tokens: int = SAMPLE_TOKENS
+        self,
+        prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+        max_new_tokens: int = SAMPLE_TOKENS,
+        temperature: float = 0.0,
     ) -> list[str]:
-        """An answer to each prompt (a user's turn, or messages), decoded greedily by the model as it is."""
+        """Answers each prompt (a user's turn, or messages) by the model as it is.
+
+        Args:
+            prompts: The same on all ranks.
+            max_new_tokens: Of an answer, at most.
+            temperature: 0: greedily. Above it, tokens are drawn, by the recipe's seed and the steps done.
+        """
         if isinstance(prompts, str):
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
+        if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+            raise UserError(f"sample: temperature: a number of at least 0 is expected, not {temperature!r}")
         asked = [Prompt(prompt_ids(prompt, self.tokenizer), "") for prompt in prompts]
-        keys = self.tokenizer, self.world, self.recipe.model.eot_tokens
-        with self.computing():
-            return [sample.answer for sample in answer(self.model, asked, *keys, max_new_tokens=max_new_tokens)]
+        keys = self.tokenizer, self.world, self.recipe.model.eot_tokens, max_new_tokens, float(temperature)
+        device = self.world.device
+        with self.computing(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            place = f"sample/{self.progress.step}/{self.world.tensor_group_index}"
+            torch.manual_seed(seed_of(self.recipe.run.seed, place))
+            return [sample.answer for sample in answer(self.model, asked, *keys)]
 
     def save(self) -> Path:
         """Publishes a checkpoint of the steps done, from which the command and `load` resume; returns its folder."""

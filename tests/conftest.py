@@ -110,7 +110,7 @@ def slow_but(quick: Collection[str], cases: Iterable[str]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class QuickstartRun:
-    """A short run of the quickstart, by the README's command: its folder, and what was said."""
+    """A short run of the quickstart, by Accelerate's own launcher: its folder, and what was said."""
 
     folder: Path
     said: str
@@ -118,7 +118,7 @@ class QuickstartRun:
 
 @pytest.fixture(scope="session")
 def quickstart_run(tmp_path_factory: pytest.TempPathFactory) -> QuickstartRun:
-    """The README's command with four steps instead of all, once for every test that looks at what it leaves."""
+    """It with four steps instead of all, once for every test that looks at what it leaves."""
 
     def make(folder: Path) -> None:
         few = ("max_steps=4", "logging_steps=2", "exact_match_samples=2", f"output_dir={folder}/runs/quickstart")

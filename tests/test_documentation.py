@@ -47,11 +47,11 @@ MARKS = re.compile(
 )
 # Run by the build itself, or whole by a test of their own.
 ELSEWHERE = {
-    "make quickstart": "tests/test_readme.py",  # is the accelerate command below
+    "make quickstart": "tests/test_readme.py",  # is the command below
     "make test": ".ci/run",
     "make check": ".ci/run",
     "python3 -m venv .venv && . .venv/bin/activate": "Makefile",
-    "accelerate launch finetune/run.py --config fsdp_full_shard.yaml": "tests/test_quickstart.py",
+    "finetune launch --config fsdp_full_shard.yaml": "tests/test_quickstart.py",
     "finetune launch --recipe quickstart_dpo": "tests/test_quickstart.py",
     "finetune launch --recipe quickstart_distill": "tests/test_quickstart.py",
     "finetune launch --recipe quickstart_grpo": "tests/test_quickstart.py",
@@ -97,6 +97,15 @@ def test_no_command_hides_in_another_kind_of_block(page: Path) -> None:
     for language, body in FENCE.findall(page.read_text(encoding="utf-8")):
         if language not in ("bash", "sh"):
             assert not [line for line in body.splitlines() if re.match(rf"\$? ?({'|'.join(PROGRAMS)}) \S+ ?-", line)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_row_of_a_table_stands_below_its_heading(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    lines = ["", *text.splitlines(), ""]
+    for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"[|: -]+", after), f"{page.name}: a row outside its table: {line}"
 
 
 @pytest.mark.parametrize("command", ALL, ids=lambda command: f"{command.page}: {command.text[:60]}")

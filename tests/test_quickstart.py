@@ -1,4 +1,4 @@
-"""The quickstart, by the command of the README: the real path from a recipe to a folder that transformers opens."""
+"""The quickstart, by the commands of the README: the real path from a recipe to a folder that transformers opens."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from finetune.cli import main
 from finetune.config.reader import RECIPES
 from tests.conftest import QUICKSTART, QuickstartRun
-from tests.ranks import run_command, run_python
+from tests.ranks import ROOT, run_command, run_python
 from tests.test_readme import blocks
 
 # What a user does with the export: plain transformers in a separate process, nothing of ours.
@@ -55,6 +55,27 @@ def test_its_command_walks_the_whole_way(quickstart_run: QuickstartRun) -> None:
     (block,) = blocks("python")
     as_in_the_readme = run_command(("python", "-c", block), cwd=run.parents[1])
     assert as_in_the_readme.returncode == 0, as_in_the_readme.stderr
+
+
+def test_make_quickstarts_first_line_is_the_runs_own(quickstart_run: QuickstartRun, tmp_path: Path) -> None:
+    """And no warning of the launcher; what it trains is what Accelerate's own launcher does, bit for bit."""
+    (words,) = [line.split() for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("\tfinetune ")]
+    few = (
+        "max_steps=4",
+        "logging_steps=2",
+        "exact_match_samples=2",
+        f"output_dir={tmp_path}/run",
+        "export_at_end=false",
+    )
+    finished = run_command((*words, *few), timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    first, *_ = (finished.stdout + finished.stderr).splitlines()
+    assert first.startswith(f"{tmp_path}/run: recipes/quickstart.yaml under accelerate_configs/fsdp_full_shard.yaml")
+    theirs, ours = (
+        [line["loss"] for line in lines(folder / "metrics.jsonl") if "loss" in line]
+        for folder in (quickstart_run.folder, tmp_path / "run")
+    )
+    assert ours == theirs
 
 
 def train(run: Path, *keys: str) -> list[float]:

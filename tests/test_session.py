@@ -249,6 +249,18 @@ def test_another_training_in_the_folder_is_not_exported_in_place_of_this_one(tmp
         assert session.save().name == "step-00000003"
 
 
+def test_answers_are_drawn_at_a_temperature_and_draw_nothing_of_the_runs_random_numbers(tmp_path: Path) -> None:
+    recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
+    prompts = ["What is two in digits?"] * 8
+    with finetune.Session(recipe, "single") as session:
+        state = torch.get_rng_state()
+        drawn = session.sample(prompts, max_new_tokens=12, temperature=1.0)
+        assert len(set(drawn)) == 8, "random weights give about equal probabilities"
+        assert session.sample(prompts, max_new_tokens=12, temperature=1.0) == drawn, "by the seed and the step"
+        assert len(set(session.sample(prompts, max_new_tokens=12))) == 1, "greedily"
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
     recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
     losses: dict[str, Any] = {"float": lambda found, batch: 1.0, r"shape \(\d+,\)": lambda found, batch: -found}
@@ -261,6 +273,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
             (lambda: session.forward_backward([{"messages": "no list"}]), "row 1: messages: a list"),
             (lambda: session.batches(), "names no data"),
             (lambda: session.sample("What?"), "a list of prompts is expected"),
+            (lambda: session.sample(["What?"], temperature=-1), "sample: temperature: a number of at least 0"),
             (
                 lambda: session.forward_backward(ROWS, "cross-entropy"),
                 "'cross-entropy': a function is expected, or cross_entropy",

@@ -272,7 +272,8 @@ class Optimization:
         "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end with the run; a "
         "checkpoint needs none of them."] = None
     weight_decay: Annotated[float, Ge(0),
-        f"Weight decay, on matrices only (not on norms and biases); decoupled, but for {COUPLED_DECAY}."] = 0.0
+        "Weight decay, on matrices only: not on norms and biases, nor on A_log and time_mix parameters of recurrent "
+        f"layers; decoupled, but for {COUPLED_DECAY}."] = 0.0
     adam_beta1: Annotated[float, Ge(0), Lt(1), "Decay of the first moment."] = 0.9
     adam_beta2: Annotated[float, Ge(0), Lt(1), "Decay of the second moment."] = 0.999
     adam_epsilon: Annotated[float, Gt(0), "Added to the root of the second moment."] = 1e-8

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -21,13 +22,16 @@ from finetune.config.other_tools import (
     IN_RECIPE,
     MEANT,
     OTHER_VALUES,
+    OWN_DATA,
     REFUSED_VALUES,
+    SOURCES_FORM,
     TOOLS,
     Counterpart,
+    find_writer,
 )
 from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Recipe, recipe_keys
 from finetune.config.user_code import locate
-from finetune.config.yaml_file import COMMAND_LINE, UNREADABLE, Entry, read_entries, read_value
+from finetune.config.yaml_file import COMMAND_LINE, UNREADABLE, Entry, find_yaml, read_entries, read_value
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json
@@ -97,6 +101,7 @@ EXPECTED = {
     "missing": "a list with one more entry",
 }
 NOT_FINITE = ("nan", "inf", "infinity")  # text in YAML, which writes .nan and .inf
+YES, NO = {"true", "yes", "on"}, {"false", "no", "off"}  # without quotes, and not text, in YAML
 
 
 def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
@@ -127,7 +132,9 @@ def _hint(details: Any, value: Any) -> str:
     kinds = {detail["type"] for detail in details}
     if isinstance(value, float) and "int_type" in kinds and value.is_integer():
         return f"; write {int(value)}"
-    if isinstance(value, str) and kinds & {"int_type", "float_type", "bool_type"}:
+    if isinstance(value, str) and "bool_type" in kinds and value.lower() in YES | NO:
+        return f"; in quotes it is text: write {str(value.lower() in YES).lower()}"
+    if isinstance(value, str) and kinds & {"int_type", "float_type"}:
         try:
             plain = parse_json(value.lower())
         except ValueError:
@@ -137,8 +144,10 @@ def _hint(details: Any, value: Any) -> str:
         known = [
             word for d in details if "expected" in d.get("ctx", {}) for word in d["ctx"]["expected"].split("'")[1::2]
         ]
-        close = difflib.get_close_matches(value.lower(), known, n=1)
-        return f"; did you mean {close[0]}?" if close else ""
+        if close := difflib.get_close_matches(value.lower(), known, n=1):
+            return f"; did you mean {close[0]}?"
+    if isinstance(value, str) and "tuple_type" in kinds:
+        return f"; write [{', '.join(part.strip() for part in value.split(','))}]"
     return ""
 
 
@@ -197,7 +206,11 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
     Raises `UserError` naming every mistake in the file and the overrides, one a line.
     """
     path = Path(COMMAND_LINE) if name is None else find_file(name, RECIPES, "recipe")
-    entries, problems = ([], []) if name is None else read_entries(path, NESTED)
+    try:
+        entries, problems = ([], []) if name is None else read_entries(path, NESTED)
+    except UserError:
+        _refuse_another_tools_file(path)
+        raise
     in_file = {entry.key: entry for entry in entries}
     if in_file.keys() & ACCELERATE_KEYS and not in_file.keys() & recipe_keys().keys():
         raise UserError(f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe")
@@ -217,8 +230,21 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
     if not needs_data and not checked.values.get("datasets"):
         checked.unusable.add("datasets")
     if problems := [*problems, *checked.problems, *map(str, find_recipe_problems(recipe, checked.unusable))]:
+        if name is not None:
+            _refuse_another_tools_file(path)
         raise UserError.of(problems)
     return recipe
+
+
+def _refuse_another_tools_file(path: Path) -> None:
+    """Raises `UserError` if the file was written for another tool: a sentence instead of one for each of its keys."""
+    tool = find_writer(find_yaml(path, is_foreign=True))
+    if tool is not None:
+        article = "an" if tool[0] in "AEIOU" else "a"
+        raise UserError(
+            f"{path}: is {article} {tool} file, not a recipe; write one from it with `finetune convert "
+            f"{shlex.quote(str(path))} --output my_recipe.yaml`"
+        )
 
 
 def _model_folder(name: str) -> str:
@@ -358,7 +384,7 @@ def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     foreign = foreign_names()
     if top_level and key in foreign:
         whose, ours = foreign[key]
-        return ours, f"{key}: {whose} name; here it is {ours}"
+        return ours.partition(":")[0], f"{key}: {whose} name; here it is {ours}"
     if top_level and key in (unneeded := keys_without_counterpart()):
         whose, note = unneeded[key]
         return key, f"{key}: {whose} name; no such key: {note}"
@@ -390,6 +416,9 @@ def explain_value(key: str, value: object) -> str | None:
         return "false: write none to start over, or auto to resume where there is a checkpoint"
     if key == "temperature" and value == 0:
         return "0: the likeliest token alone gives nothing to compare; set 1, or less, such as 0.5"
+    if key in NESTED and isinstance(value, str | dict):
+        source = f"{{path: {value}}}" if isinstance(value, str) else json.dumps(value, default=str)
+        return f"a list of sources is expected; write [{source}]"
     if not isinstance(value, str):
         return None
     if key == "loss_type":
@@ -410,6 +439,9 @@ def foreign_names() -> dict[str, tuple[str, str]]:
     entry = {key.name for key in fields(DatasetSource)}  # keys of an entry that others have at the top
 
     def describe(pair: Counterpart) -> str | None:
+        if pair.ours in NESTED:
+            note = "" if pair.note == OWN_DATA else f" ({pair.note})" if pair.note else ""
+            return f"{pair.ours}: {SOURCES_FORM}{note}"
         noted = pair.ours == "accelerate_config" or pair.theirs in entry
         return f"{pair.ours} ({pair.note})" if noted and pair.ours else pair.ours
 

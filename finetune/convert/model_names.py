@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.config.facts import find_linear_layers, has_fused_experts
 from finetune.config.families import IMAGE_FAMILIES, find_family
-from finetune.config.other_tools import ADAPTED_HEAD, TOKEN_NAMES, Counterpart, Tool
+from finetune.config.other_tools import ADAPTED_HEAD, TOKEN_NAMES, Counterpart, Tool, find_texts
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
 from finetune.convert.rules import Conversion, convert_names, read_section
@@ -207,19 +207,6 @@ def find_images(tool: Tool, theirs: Mapping[str, Any]) -> tuple[str, str | None]
     name = name_model(theirs)
     config = read_json_object(Path(name).expanduser() / "config.json")
     return keys[0], str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
-
-
-def find_texts(value: Any, key: str) -> Iterator[str]:
-    """Every text under `key`, however deep."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if name == key and isinstance(inner, str):
-                yield inner
-            else:
-                yield from find_texts(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from find_texts(inner, key)
 
 
 # Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write other turns.

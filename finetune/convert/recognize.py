@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 
 from finetune.config.compatibility import find_problems
-from finetune.config.other_tools import TOOL_NAMES, Tool
+from finetune.config.other_tools import TOOL_NAMES, Tool, find_texts, is_factory_v1, recognize_tool
 from finetune.config.reader import read_recipe
 from finetune.config.yaml_file import read_entries
-from finetune.convert.model_names import Found, find_images, find_refused_models, find_texts, name_model
+from finetune.convert.model_names import Found, find_images, find_refused_models, name_model
 from finetune.convert.objectives import (
     AXOLOTL_METHODS,
     asks_for_rounding,
@@ -113,26 +113,6 @@ def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
     if tool == "LLaMA-Factory" and is_factory_v1(theirs):
         theirs = rename_v1(theirs)
     return tool, _resolve_references(theirs, theirs), text
-
-
-def recognize_tool(theirs: Mapping[str, Any]) -> Tool | None:
-    """Whose file it is, by the keys that only one of them has."""
-    if any("nemo_automodel" in text for text in find_texts(theirs, "_target_")) or "step_scheduler" in theirs:
-        return "Automodel"
-    if any(True for _ in find_texts(theirs, "_component_")):
-        return "torchtune"
-    if "base_model" in theirs or {"sequence_len", "micro_batch_size"} & theirs.keys():
-        return "LLaMA-Factory" if is_factory_v1(theirs) else "Axolotl"
-    if {"finetuning_type", "stage", "cutoff_len", "template", "export_dir"} & theirs.keys() or is_factory_v1(theirs):
-        return "LLaMA-Factory"
-    return "TRL" if "model_name_or_path" in theirs else None
-
-
-def is_factory_v1(theirs: Mapping[str, Any]) -> bool:
-    """Whether a file is in LLaMA-Factory's v1 schema."""
-    return "model" in theirs and bool(
-        {"train_dataset", "dist_config", "sample_backend", "kernel_config"} & theirs.keys()
-    )
 
 
 def rename_v1(theirs: Mapping[str, Any]) -> dict[str, Any]:

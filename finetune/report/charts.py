@@ -10,42 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from finetune.config.methods import METHODS
-from finetune.report.run_data import RunRecord, list_metrics
+from finetune.report.run_data import RunRecord, list_metrics, smooth, smoothing_weight
 from finetune.units import format_compact
 
 Points = Sequence[tuple[float, float]]  # (step, value)
-
-
-def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Each value averaged with its neighbors, by weights that fall off as weight^distance on both sides.
-
-    On both sides, so that the line does not lag behind a falling loss. Values that are not finite are ignored.
-
-    >>> smooth([2.0, 2.0, 2.0])
-    [2.0, 2.0, 2.0]
-    """
-    before, after = _running_sums(values, weight), _running_sums(values[::-1], weight)[::-1]
-    found = []
-    for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True):
-        own = 1.0 if math.isfinite(value) else 0.0  # it is in both sums
-        total = left_weight + right_weight - own
-        found.append(round((left + right - (value if own else 0.0)) / total, 9) if total else value)
-    return found
-
-
-def _running_sums(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
-    """At each value the weighted sum of it and all before it, and the sum of their weights."""
-    total, weights, found = 0.0, 0.0, []
-    for value in values:
-        finite = math.isfinite(value)
-        total, weights = weight * total + (value if finite else 0.0), weight * weights + finite
-        found.append((total, weights))
-    return found
-
-
-def smoothing_weight(count: int) -> float:
-    """The weight that averages about a fortieth of the line on each side, so that a short run keeps its shape."""
-    return 1 - 1 / max(1.0, count / 40)
 
 
 def thin(points: Points, most: int = 600) -> list[tuple[float, float]]:
@@ -77,6 +45,35 @@ def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
         if last - first + 1 <= most:
             return [round(index * step, 12) for index in range(first, last + 1)]
     return [low, high]
+
+
+LOG_FROM = 10.0  # times the lowest value, from which a loss is drawn on a log scale
+LOG_LEAST = 1e-30  # what is below it, or 0, has no place there
+
+
+def choose_log_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """At most `most` round numbers, each about as many times the one before, from at or below `low` to `high` or above.
+
+    >>> choose_log_ticks(0.02, 4.0), choose_log_ticks(1e-7, 4.0)
+    ([0.01, 0.1, 1.0, 10.0], [1e-07, 1e-05, 0.001, 0.1, 10.0])
+    >>> choose_log_ticks(0.3, 4.0)
+    [0.2, 0.5, 1.0, 2.0, 5.0]
+    """
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    within = [m * 10.0**power for power in range(first, last + 1) for m in (1, 2, 5)]
+    begin = max(index for index, tick in enumerate(within) if tick <= low * (1 + 1e-9))
+    end = min(index for index, tick in enumerate(within) if tick >= high * (1 - 1e-9))
+    if end - begin < most:
+        return [float(f"{tick:.3g}") for tick in within[begin : end + 1]]
+    stride = math.ceil((last - first) / (most - 1))
+    count = math.ceil((last - first) / stride)
+    return [10.0 ** (first + stride * index) for index in range(count + 1)]
+
+
+def is_log(lines: Sequence["Line"]) -> bool:
+    """Whether a loss is drawn on a log scale: all of it is positive, and what is drawn strong falls to a small part."""
+    strong = [y for line in lines if not line.faint for _, y in line.points]
+    return all(y > LOG_LEAST for line in lines for _, y in line.points) and max(strong) >= LOG_FROM * min(strong)
 
 
 BOX = 1000
@@ -139,7 +136,7 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         if planned is not None
     ]
     found = [
-        _make_chart("loss", "Loss", f"{_loss_unit(runs)}; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs)),
+        _make_chart("loss", "Loss", f"{_loss_unit(runs)}; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs), can_be_log=True),
         _make_chart("kl", *_name_kl(runs), _loss_lines(runs, "kl"), zero=True),
         _make_chart("cross_entropy", "Cross entropy", "nats per trained token, of the labels; points: held-out", _loss_lines(runs, "cross_entropy"), zero=True),
         *_preference_charts(runs),
@@ -250,8 +247,11 @@ def _preference_lines(runs: Sequence[RunRecord], keys: Sequence[str], scale: flo
     return found
 
 
-def _make_chart(key: str, title: str, note: str, lines: Sequence[Line], zero: bool = False) -> Chart | None:
-    """The chart with axes around all `lines`, from 0 if `zero`; None where there is nothing to draw."""
+def _make_chart(
+    key: str, title: str, note: str, lines: Sequence[Line], zero: bool = False, can_be_log: bool = False
+) -> Chart | None:
+    """The chart with axes around all `lines`, from 0 if `zero`, on a log scale where they ask for it and `can_be_log`;
+    None where there is nothing to draw."""
     lines = [replace(line, points=thin(line.points)) for line in lines]
     points = [point for line in lines for point in line.points]
     if not points:
@@ -259,7 +259,11 @@ def _make_chart(key: str, title: str, note: str, lines: Sequence[Line], zero: bo
     y_low, y_high = min([y for _, y in points] + [0.0] * zero), max(y for _, y in points)
     if y_high - y_low < 1e-3 * abs(y_high):  # flat, in the three digits of a label
         y_low = y_high
+    scale: Callable[[float], float] = float
     y_ticks = choose_ticks(y_low, y_high if y_high > 0 or not zero else 1.0)
+    if can_be_log and is_log(lines):
+        scale, y_ticks, note = math.log10, choose_log_ticks(y_low, y_high), f"{note}; log scale"
+    bottom, top = scale(y_ticks[0]), scale(y_ticks[-1])
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     x_high = x_high if x_high > x_low else x_low + 1
     x_ticks = [x for x in choose_ticks(x_low, x_high, most=7) if x_low <= x <= x_high and x == int(x)]
@@ -268,7 +272,7 @@ def _make_chart(key: str, title: str, note: str, lines: Sequence[Line], zero: bo
         return (x - x_low) / (x_high - x_low)
 
     def down(y: float) -> float:
-        return 1 - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+        return 1 - (scale(y) - bottom) / (top - bottom)
 
     return Chart(
         key=key,
@@ -310,6 +314,8 @@ def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
         if held_out := run.series("eval_loss"):
             axes.plot(*zip(*held_out, strict=True), "o", color=color, markersize=5, label=f"{run.name}, held-out")
     axes.set(xlabel="step", ylabel=f"loss ({_loss_unit(runs)})")
+    if (lines := _loss_lines(runs)) and is_log(lines):
+        axes.set_yscale("log")
     axes.grid(color="#e4e1d8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -56,7 +56,7 @@ def render_page(
     """
     charts = make_charts(runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans])
     columns = [name for name in COLUMNS if name != "pairs" or any(run.rows != "answers" for run in runs)]
-    sections = [describe_run(run, plan, columns) for run, plan in zip(runs, plans, strict=True)]
+    sections = [describe_run(run, plan, columns, live=live) for run, plan in zip(runs, plans, strict=True)]
     names = list(dict.fromkeys(tile.name for section in sections for tile in section["tiles"]))
     data = {
         chart.key: [{"label": n.label, "run": n.run, "points": n.points, "steps": n.steps} for n in chart.lines]

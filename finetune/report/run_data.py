@@ -5,6 +5,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,9 +234,9 @@ class Tile(NamedTuple):
     note: str = ""
 
 
-def describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str]) -> dict[str, Any]:
-    """What the template shows of one run; `columns`: of the table of its sources."""
-    tiles = list(_make_tiles(run))
+def describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool = False) -> dict[str, Any]:
+    """What the template shows of one run; `columns`: of the table of its sources; `live`: while it is watched."""
+    tiles = list(_make_tiles(run, live=live))
     questions = [sample for sample in run.samples if sample.get("expected")]
     asked = [sample for sample in run.samples if not sample.get("expected")]  # the recipe's sample_prompts
     findings, facts = _describe_data(run.data_report)
@@ -287,10 +289,13 @@ def _describe_trained(recipe: Mapping[str, Any]) -> str:
     return f"{'some' if recipe.get('trainable_modules') or recipe.get('frozen_modules') else 'all'} parameters trained"
 
 
-def _make_tiles(run: RunRecord) -> Iterator[Tile]:
-    yield Tile("Steps", f"{run.last('step') or 0:,}", f"{run.last('epoch'):.2f} epochs" if run.last("epoch") else "")
-    yield from _change_tiles(run, {"reward": "Reward", "eval_reward": "Held-out reward"}, format_compact)
-    yield from _change_tiles(run, {"loss": "Training loss", "eval_loss": "Held-out loss"}, "{:.4f}".format)
+def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
+    done = run.last("step") or 0
+    yield Tile("Steps", f"{done:,}", " · ".join(_describe_progress(run, done, live=live)))
+    yield from _smoothed_tile(run, "reward", "Reward", format_compact)
+    yield from _change_tiles(run, {"eval_reward": "Held-out reward"}, format_compact)
+    yield from _smoothed_tile(run, "loss", "Training loss", "{:.4f}".format)
+    yield from _change_tiles(run, {"eval_loss": "Held-out loss"}, "{:.4f}".format)
     if run.last("rewards/accuracies") is not None:
         held_out = "eval_" if run.last("eval_rewards/accuracies") is not None else ""
         margin = f"reward margin {format_compact(run.last(f'{held_out}rewards/margins') or 0.0)}"
@@ -313,6 +318,80 @@ def _make_tiles(run: RunRecord) -> Iterator[Tile]:
         yield Tile("Idle experts", f"{max(idle):.0%}", f"{worst}; {busiest}")
     if run.last("peak_memory_bytes"):
         yield Tile("Peak memory", f"{gib(max(v for _, v in run.series('peak_memory_bytes')))} GiB", "first rank")
+
+
+def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Each value averaged with its neighbors, by weights that fall off as weight^distance on both sides.
+
+    On both sides, so that the line does not lag behind a falling loss. Values that are not finite are ignored.
+
+    >>> smooth([2.0, 2.0, 2.0])
+    [2.0, 2.0, 2.0]
+    """
+    before, after = _running_sums(values, weight), _running_sums(values[::-1], weight)[::-1]
+    found = []
+    for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True):
+        own = 1.0 if math.isfinite(value) else 0.0  # it is in both sums
+        total = left_weight + right_weight - own
+        found.append(round((left + right - (value if own else 0.0)) / total, 9) if total else value)
+    return found
+
+
+def _running_sums(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
+    """At each value the weighted sum of it and all before it, and the sum of their weights."""
+    total, weights, found = 0.0, 0.0, []
+    for value in values:
+        finite = math.isfinite(value)
+        total, weights = weight * total + (value if finite else 0.0), weight * weights + finite
+        found.append((total, weights))
+    return found
+
+
+def smoothing_weight(count: int) -> float:
+    """The weight that averages about a fortieth of the line on each side, so that a short run keeps its shape."""
+    return 1 - 1 / max(1.0, count / 40)
+
+
+RATE_LINES = 20  # of metrics, from which the time left follows
+
+
+def _describe_progress(run: RunRecord, done: int, *, live: bool) -> Iterator[str]:
+    """The steps of the whole run, its epochs, and while it is watched the time left without evaluations and saves."""
+    steps = _count_steps(run)
+    if steps is not None and steps >= done:
+        yield f"of {steps:,}"
+    if epoch := run.last("epoch"):
+        yield f"{epoch:.2f} epochs"
+    if live and steps is not None and steps > done and (seconds := _seconds_of_step(run)) is not None:
+        yield f"{timedelta(seconds=round((steps - done) * seconds))} left"
+
+
+def _count_steps(run: RunRecord) -> int | None:
+    """The steps that the run is to do, by its recipe; None where that does not say."""
+    steps, epochs = run.recipe.get("max_steps"), run.recipe.get("num_train_epochs")
+    if isinstance(steps, int):
+        return steps
+    line = next((line for line in run.lines if line.get("epoch") and line.get("step")), None)
+    if line is None or not isinstance(epochs, int | float):
+        return None
+    return math.ceil(epochs * round(line["step"] / line["epoch"]))
+
+
+def _seconds_of_step(run: RunRecord) -> float | None:
+    """The mean of the newest steps, by their tokens and speed; None before the second line."""
+    keys = ("step", "tokens", "tokens_per_second")
+    lines = [line for line in run.lines if all(line.get(key) for key in keys)][-RATE_LINES:]
+    pairs = list(pairwise(lines))
+    seconds = sum((line["tokens"] - before["tokens"]) / line["tokens_per_second"] for before, line in pairs)
+    return seconds / (lines[-1]["step"] - lines[0]["step"]) if pairs and seconds > 0 else None
+
+
+def _smoothed_tile(run: RunRecord, key: str, name: str, form: Callable[[float], str]) -> Iterator[Tile]:
+    """The end and the beginning of the line that the plot draws strong: single steps are too far apart to compare."""
+    values = [value for _, value in run.series(key)]
+    if values:
+        values = smooth(values, smoothing_weight(len(values)))
+        yield Tile(name, form(values[-1]), f"from {form(values[0])}")
 
 
 def _change_tiles(run: RunRecord, names: Mapping[str, str], form: Callable[[float], str]) -> Iterator[Tile]:

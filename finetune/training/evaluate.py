@@ -163,11 +163,13 @@ def answer(
     world: World,
     eot_tokens: tuple[str, ...] = (),
     max_new_tokens: int = SAMPLE_TOKENS,
+    temperature: float = 0.0,
 ) -> list[Sample]:
-    """Every prompt answered greedily, on every rank in the same order; each rank (each tensor parallel group, whose
-    ranks run the same forwards) answers its share.
+    """Every prompt answered, on every rank in the same order; each rank (each tensor parallel group, whose ranks run
+    the same forwards) answers its share.
 
-    An answer ends with a turn, or at twice the longest expected length; without one, at `max_new_tokens`.
+    An answer ends with a turn, or at twice the longest expected length; without one, at `max_new_tokens`. It is greedy,
+    or above a `temperature` of 0 drawn by torch's generators.
 
     Raises `UserError` on all ranks where a sharded tower would run on some of them alone.
     """
@@ -185,7 +187,7 @@ def answer(
             "exact_match_samples: a rank's held-out questions have images and another's have none, and a sharded tower "
             "runs on all ranks together; hold out rows with images alone, or set exact_match_samples: 0"
         )
-    keys = tokenizer, world, eot_tokens, max_new_tokens
+    keys = tokenizer, world, eot_tokens, max_new_tokens, temperature
     answers = [sample for batch in batches for sample in _generated(model, batch, *keys)]
     by_rank = world.gather([asdict(sample) for sample in answers])
     return [Sample(**by_rank[i % groups * (world.stage_size // groups)][i // groups]) for i in range(len(prompts))]
@@ -198,6 +200,7 @@ def _generated(
     world: World,
     eot_tokens: tuple[str, ...],
     max_new_tokens: int,
+    temperature: float,
 ) -> list[Sample]:
     transformer: Any = unwrap(model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
@@ -217,7 +220,8 @@ def _generated(
             attention_mask=attention_mask.to(world.device),
             **of_images,
             max_new_tokens=2 * max(expected) + 2 if expected else max_new_tokens,
-            do_sample=False,
+            do_sample=temperature > 0,
+            **({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}),
             use_cache=True,
             eos_token_id=end_of_answer_ids(tokenizer, eot_tokens),
             pad_token_id=pad,

@@ -7,10 +7,20 @@ from pathlib import Path
 import pytest
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.reader import RECIPES, foreign_names, keys_without_counterpart, read_recipe, to_dict, write_recipe
+from finetune.config.other_tools import MEANT
+from finetune.config.reader import (
+    RECIPES,
+    explain_unknown,
+    foreign_names,
+    keys_without_counterpart,
+    read_recipe,
+    to_dict,
+    write_recipe,
+)
 from finetune.config.schema import recipe_keys
 from finetune.errors import UserError
 from finetune.training.callbacks import list_trackers
+from tests.ranks import ROOT
 
 GOOD = "model_name_or_path: some/model\ndatasets:\n  - path: some/data\n"
 
@@ -187,13 +197,43 @@ MISTAKES = {
     "lora_dropout: 1": ["F:4: lora_dropout: 1 does not fit; a number below 1 is expected"],
     "packing: 1": ["F:4: packing: 1 does not fit; true or false is expected"],
     'packing: "True"': [
-        'F:4: packing: "True" does not fit; true or false is expected; in quotes it is text: write True'
+        'F:4: packing: "True" does not fit; true or false is expected; in quotes it is text: write true'
     ],
     "overlength: truncat": [
         'F:4: overlength: "truncat" does not fit; one of truncate, drop, split, error is expected; did you mean truncate?'
     ],
     "run_name: [a]": ['F:4: run_name: ["a"] does not fit; text is expected'],
-    "eval_datasets: some/data": ['F:4: eval_datasets: "some/data" does not fit; a list is expected'],
+    "eval_datasets: some/data": ["F:4: eval_datasets: a list of sources is expected; write [{path: some/data}]"],
+    "eval_datasets: {path: some/data}": [
+        'F:4: eval_datasets: a list of sources is expected; write [{"path": "some/data"}]'
+    ],
+    "dataset_name: some/data": ["F:4: dataset_name: TRL's name; here it is datasets: [{path: FILE_OR_NAME}]"],
+    "train_file: data.jsonl": ["F:4: train_file: no such key; here it is datasets: [{path: FILE_OR_NAME}]"],
+    "packing: 'yes'": ['F:4: packing: "yes" does not fit; true or false is expected; in quotes it is text: write true'],
+    "rewards: exact_answer": ['F:4: rewards: "exact_answer" does not fit; a list is expected; write [exact_answer]'],
+    "use_peft: true\nlora_target_modules: q_proj,v_proj": [
+        'F:5: lora_target_modules: "q_proj,v_proj" does not fit; one of all-linear or a list is expected; write [q_proj, '
+        "v_proj]"
+    ],
+    "use_lora: true": [
+        "F:4: use_lora: no such key; use_peft: true trains LoRA adapters, with load_in_4bit: true on a base in 4 bits "
+        "(QLoRA)"
+    ],
+    "per_device_batch_size: 4": ["F:4: per_device_batch_size: no such key; here it is per_device_train_batch_size"],
+    "r: 16": ["F:4: r: no such key; here it is lora_r"],
+    "method: ppo": [
+        "F:4: method: ppo: needs a model of values, which is not supported; grpo learns from rewards without one"
+    ],
+    "method: qlora": [
+        "F:4: method: qlora: another tool's name; here it is use_peft: true with load_in_4bit: true, of every method"
+    ],
+    **{
+        f"{name}: true": [
+            f"F:4: {name}: no such key; accelerate_config: fsdp_full_shard recomputes activations, or under DDP "
+            "ddp_checkpointing; in an Accelerate file of your own it is fsdp_activation_checkpointing: true"
+        ]
+        for name in ("gradient_checkpointing", "use_gradient_checkpointing")
+    },
     "eval_datasets: [some/data]": [
         "F:4: eval_datasets: each entry is a mapping with at least a path, such as `- path: data.jsonl`"
     ],
@@ -294,7 +334,8 @@ def test_all_mistakes_are_told_at_once_and_none_twice(problems: Callable[..., li
     text = "base_model: some/model\ndataset: [{path: a/b}]\nlearning_rate: fast\nseed: -1\n"
     assert problems(text, "packing=maybe") == [
         "F:1: base_model: Axolotl's name; here it is model_name_or_path",
-        "F:2: dataset: LLaMA-Factory's and torchtune's name; here it is datasets",
+        "F:2: dataset: LLaMA-Factory's and torchtune's name; here it is datasets: [{path: FILE_OR_NAME}] (each name is looked "
+        "up in dataset_info.json, in the folder dataset_dir)",
         'F:3: learning_rate: "fast" does not fit; a number is expected',
         "F:4: seed: -1 does not fit; a number of at least 0 is expected",
         'command line: packing: "maybe" does not fit; true or false is expected',
@@ -343,11 +384,64 @@ def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
 
 def test_other_tools_names_mean_keys_that_there_are() -> None:
     for whose, ours in foreign_names().values():
-        assert ours.partition(" ")[0] in recipe_keys(), (whose, ours)
+        assert ours.partition(" ")[0].rstrip(":") in recipe_keys(), (whose, ours)
     assert not foreign_names().keys() & recipe_keys().keys()
     assert not keys_without_counterpart().keys() & recipe_keys().keys()
     for key in ("precompute_ref_log_probs", "ref_model"):
         assert "the reference is the model before training: its adapters" in keys_without_counterpart()[key][1]
+
+
+# The arguments of Unsloth's FastLanguageModel.from_pretrained and get_peft_model, FastVisionModel's included.
+UNSLOTH = """
+    model_name max_seq_length full_finetuning fast_inference gpu_memory_utilization max_lora_rank token load_in_16bit r
+    target_modules bias use_gradient_checkpointing random_state loftq_config finetune_vision_layers
+    finetune_language_layers finetune_attention_modules finetune_mlp_modules target_parameters train_on_responses_only
+    instruction_part response_part embedding_learning_rate
+""".split()  # noqa: SIM905
+
+
+def test_a_name_that_is_meant_names_a_key_that_there_is_and_hides_none() -> None:
+    known = recipe_keys()
+    for name, (ours, _) in MEANT.items():
+        assert name not in known and (not ours or ours in known), (name, ours)
+    for name in UNSLOTH:
+        meant, sentence = explain_unknown(name, known)
+        assert "did you mean" not in sentence and "docs/recipes.md lists them" not in sentence, sentence
+        assert meant == name or meant in known
+
+
+PEER_CONFIGS = ROOT.parent / "shared" / "peer_configs"
+ITS_FILES = {
+    "axolotl": "an Axolotl",
+    "llama_factory": "a LLaMA-Factory",
+    "torchtune": "a torchtune",
+    "automodel": "an Automodel",
+    "alignment_handbook": "a TRL",
+}
+
+
+@pytest.mark.parametrize("folder", ITS_FILES)
+def test_a_file_of_another_tool_is_named_in_one_line_with_the_command_that_converts_it(folder: str) -> None:
+    files = sorted((PEER_CONFIGS / folder).glob("*.y*ml"))
+    if not files:
+        pytest.skip("needs the published files of other tools")
+    others = []
+    for file in files:
+        with pytest.raises(UserError) as error:
+            read_recipe(str(file))
+        said = f"{file}: is {ITS_FILES[folder]} file, not a recipe; write one from it with `finetune convert {file} "
+        if str(error.value) != said + "--output my_recipe.yaml`":
+            others.append(str(error.value))
+    others = [said for said in others if "this is an Accelerate config" not in said]
+    assert len(others) <= 1, others  # a file for the cloud, and one for merging, which train nothing
+
+
+def test_a_recipe_with_some_of_another_tools_names_is_still_a_recipe(problems: Callable[..., list[str]]) -> None:
+    said = problems(GOOD + "sequence_len: 9\nnum_epochs: 2")
+    assert said == [
+        "F:4: sequence_len: Axolotl's name; here it is max_length",
+        "F:5: num_epochs: Axolotl's name; here it is num_train_epochs",
+    ]
 
 
 @pytest.mark.parametrize("ending", ["\n", ""])

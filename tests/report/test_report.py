@@ -7,6 +7,7 @@ import re
 import shutil
 import tracemalloc
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,49 @@ def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_pa
     assert phone["right"] <= 390, "on a phone every number of the summary is seen"
     desk, _ = look(page, tmp_path, width=1280, height=900, dark=False, script=script)
     assert desk["top"] < desk["bottom"] <= 900, "the loss is on the first screen"
+
+
+def test_a_loss_that_falls_far_is_drawn_on_a_log_scale(tmp_path: Path) -> None:
+    """Equal factors are equal heights; a loss that falls little, or to 0, keeps a linear scale."""
+    labels = """[...w.document.querySelectorAll('#loss .y')].map((label) => [
+      parseFloat(label.textContent), label.getBoundingClientRect().top])"""
+    for name, losses in (("far", (4.0, 0.4, 0.004)), ("little", (1.4, 1.1, 0.9)), ("to 0", (4.0, 0.4, 0.0))):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {y}}}\n' for i, y in enumerate(losses)))
+        assert _report(str(run))[0] == 0
+        assert ("; log scale" in (run / "report.html").read_text()) == (name == "far")
+        seen, _ = look(run / "report.html", tmp_path, width=1280, height=900, dark=False, script=labels)
+        scale = math.log10 if name == "far" else float
+        heights = [(scale(high) - scale(low), below - above) for (low, below), (high, above) in pairwise(seen)]
+        factor = heights[0][1] / heights[0][0]
+        assert all(height == pytest.approx(factor * difference, abs=1.5) for difference, height in heights)
+        assert seen[0][0] <= min(losses) and seen[-1][0] >= max(losses)
+
+
+def test_steps_are_shown_of_how_many_and_while_a_run_is_watched_the_time_left(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    """870 steps by their epochs; a step of 100 tokens at 50 tokens/s takes two seconds. The losses are compared smoothed."""
+    folder = make_run(tmp_path / "run", tiny_recipe(max_steps=None, num_train_epochs=3))
+    lines = [
+        {
+            "step": step,
+            "epoch": round(step / 290, 6),
+            "loss": 2.0 + (step % 20 == 0),
+            "tokens": 100 * step,
+            "tokens_per_second": 50.0,
+        }
+        for step in range(10, 441, 10)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(folder)
+    live, done = (render_page([run], [None], live=live) for live in (True, False))
+    assert "<strong>440</strong><small>of 870 · 1.52 epochs · 0:14:20 left</small>" in live
+    assert "<strong>440</strong><small>of 870 · 1.52 epochs</small>" in done
+    found = re.search(r"<span>Training loss</span><strong>(.*?)</strong><small>from (.*?)</small>", done)
+    assert found is not None
+    assert all(2.0 < float(value) < 3.0 for value in found.groups()), "neither is the loss of one line"
 
 
 def test_what_a_run_says_is_shown_and_never_run(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:

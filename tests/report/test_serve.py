@@ -112,7 +112,7 @@ def test_only_what_has_changed_is_sent_and_to_this_machine_alone(
         tag = str(first.headers["ETag"])
         assert get(**{"If-None-Match": tag}).status == 304
         with (run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": STEPS + 1, "loss": 0.123}) + "\n")
+            file.write(json.dumps({"step": STEPS + 1, "eval_loss": 0.123}) + "\n")
         changed = get(**{"If-None-Match": tag})
         assert changed.status == 200
         assert b"0.1230" in changed.read()
