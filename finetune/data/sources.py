@@ -341,7 +341,7 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _count_repeated_arrow(path: str) -> int:
-    """The bytes of an Arrow file's rows in columns that are dictionaries, each of whose values may stand in all rows."""
+    """The bytes of an Arrow file's rows in dictionary columns, each of whose values may stand in all rows."""
     from pyarrow import ipc, memory_map
 
     with memory_map(path) as source:
