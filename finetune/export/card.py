@@ -325,7 +325,7 @@ def write_metadata(
         _write_json(folder / CONFIG_FILE, target.written_config(weights.dtype, options.trust_remote_code))
         _write_json(folder / GENERATION_FILE, _generation_config(source, target))
     if weights.model:
-        keys = {"merge": weights.merge, "formats": options.formats, "of_base": weights.account.sentences}
+        keys: Any = {"merge": weights.merge, "formats": options.formats, "of_base": weights.account.sentences}
         _write_text(folder / CARD_FILE, model_card(source, title, **keys))
     if not is_folder:
         return

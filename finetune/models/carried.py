@@ -50,7 +50,7 @@ def hash_tensors(tensors: Mapping[str, StoredTensor]) -> str:
         height = tensor.shape[0] if tensor.shape else 1
         for start in range(0, height, HASHED_ROWS):
             rows = read_slice(tensor, (slice(start, start + HASHED_ROWS),) if tensor.shape else ())
-            digest.update(rows.reshape(-1).view(torch.uint8).numpy())
+            digest.update(rows.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

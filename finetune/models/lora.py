@@ -527,7 +527,7 @@ def _join_a(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor:
 
 def _own_inner(inner: Tensor, layers: Sequence[Layer]) -> Sequence[Tensor]:
     """The columns of each layer in x A^T of all."""
-    return inner.split([layer[0].shape[0] for layer in layers], 1)
+    return torch.split(inner, [layer[0].shape[0] for layer in layers], 1)
 
 
 def _scale_b(b: Tensor, form: _LayerForm) -> Tensor:

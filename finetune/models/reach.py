@@ -60,7 +60,7 @@ def _find_reached(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor]) -
     weights = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
     tensors = weights | {name: _in_fp32(buffer) for name, buffer in model.named_buffers()}
     names = {id(tensor): name for name, tensor in weights.items()}
-    with saved_tensors_hooks(lambda _: None, _never), _ZeroProducts():
+    with saved_tensors_hooks(lambda _: None, _never), _ZeroProducts():  # type: ignore[no-untyped-call]
         try:
             torch.func.functional_call(_UpToTrunk(model), _within("model", tensors), (ids, images))
         except _TrunkEntered as entered:
@@ -102,7 +102,7 @@ def _stop(_: nn.Module, args: Any, kwargs: Any) -> None:
     raise _TrunkEntered([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
 
 
-class _ZeroProducts(TorchDispatchMode):
+class _ZeroProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it, matrix products and convolutions give zeros of the right shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -67,7 +67,7 @@ def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         with ThreadPoolExecutor(TOUCHING_THREADS) as threads:
-            list(threads.map(torch.Tensor.zero_, memory.split(TOUCHED_BYTES)))
+            list(threads.map(torch.Tensor.zero_, torch.split(memory, TOUCHED_BYTES)))
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # where that fails, copies are only slower
     return memory

@@ -374,7 +374,8 @@ def _count_steps(run: RunRecord) -> int | None:
     line = next((line for line in run.lines if line.get("epoch") and line.get("step")), None)
     if line is None or not isinstance(epochs, int | float):
         return None
-    return math.ceil(epochs * round(line["step"] / line["epoch"]))
+    steps_an_epoch = round(float(line["step"]) / float(line["epoch"]))
+    return math.ceil(epochs * steps_an_epoch)
 
 
 def _seconds_of_step(run: RunRecord) -> float | None:

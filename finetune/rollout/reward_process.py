@@ -239,7 +239,8 @@ class Functions:
 def main(questions: int, answers: int) -> None:
     """Answers each line of the file `questions` in the file `answers`."""
     answers = _hide(answers)
-    os.register_at_fork(after_in_child=lambda: (os.close(questions), os.close(answers)))
+    for descriptor in (questions, answers):
+        os.register_at_fork(after_in_child=partial(os.close, descriptor))
     threading.Thread(target=_end_with_the_run, args=(questions,), daemon=True).start()
     functions: Functions | None = None
     with os.fdopen(questions, "rb", closefd=False) as lines:
