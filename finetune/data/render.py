@@ -175,7 +175,7 @@ def _check(
     trained = {i: spans for i, spans in sorted(turns.items()) if conversation.trained[i]}
     rendered = RenderedText(text, ((0, len(text)),), False)
     if renderer.assistant_only:
-        rendered = replace(rendered, spans=tuple(span for spans in trained.values() for span in spans))
+        rendered = replace(rendered, spans=tuple(sorted(span for spans in trained.values() for span in spans)))
     whole = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
     ends = [whole[i][1] for i in trained if i in whole] if renderer.assistant_only else []
     found = [

@@ -24,7 +24,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.marks import trace
 from finetune.data.messages import BadRow
-from finetune.data.preferences import parse_pair
+from finetune.data.preferences import parse_pair, parse_prompt
 from finetune.data.render import RenderedText, render_turns
 from finetune.data.spans import refuse_faults
 from finetune.data.tokenize import render_group, tokenize
@@ -174,7 +174,7 @@ class Oracle:
                 self.write(i + 1)
                 if i:
                     self.write(i, asks=True)
-            self.write(end)
+            self.write(end, asks=not trained)
         except Exception:  # whatever a template's own code raises
             return True
         return False
@@ -310,12 +310,33 @@ def check_pair(checked: Checked, writer: Writer) -> bool:
     return True
 
 
+def check_prompt(checked: Checked, writer: Writer) -> bool:
+    """Checks the prompt that sampling begins with; returns whether the template takes it."""
+    messages, has_tools = writer.converse()
+    ends = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+    if not ends:
+        return False
+    end = int(writer.pick(ends))
+    tools = TOOLS if has_tools else None
+    oracle = Oracle(checked.tokenizer, messages, tools)
+    (group,) = parse_prompt({"messages": messages[: end + 1], "tools": tools}, SOURCE).groups
+    try:
+        ((text,), _) = render_group(group, checked.renderers["auto"])
+    except BadRow:
+        assert oracle.rejects([], end)
+        return False
+    assert text.text == oracle.write(end, asks=True) and not text.spans
+    return True
+
+
 def check_rows(template: str, rows: int) -> None:
     checked, writer, taken = open_template(template), Writer(np.random.default_rng(43)), 0
     for number in range(rows):
         taken += check_row(checked, writer)
         if number % 4 == 0:
             check_pair(checked, writer)
+        if number % 8 == 0:
+            check_prompt(checked, writer)
     assert taken > rows / 4
 
 
