@@ -93,7 +93,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
 
 
 def renew_thread_pool() -> None:
-    """Makes torch's pool of threads anew, in a process that was forked from one that has it.
+    """Makes torch's pool of threads again, in a process that was forked from one that has it.
 
     Such a process (of a notebook's launcher, say) makes it at its first computation. Two threads that compute first at
     once would find it gone: "Invalid thread pool". Ranks of `finetune launch` are started, not forked.

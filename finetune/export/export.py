@@ -12,8 +12,8 @@ import torch
 from finetune.config.families import find_family
 from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
+from finetune.export.base_account import NOTHING_CARRIED, account_for_base
 from finetune.export.card import CARD_FILE, has_chat_template, has_tokenizer, write_metadata
-from finetune.export.carried import NOTHING_CARRIED, account_for_base
 from finetune.export.formats import PLANNERS
 from finetune.export.merge_choice import choose_merge
 from finetune.export.publish import (

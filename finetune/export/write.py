@@ -16,7 +16,7 @@ from finetune.config.pretrained import ADAPTER_WEIGHTS, why_unsupported
 from finetune.constants import ADAPTER
 from finetune.distributed.model_parts import Values
 from finetune.errors import UserError, progress_bar
-from finetune.export.carried import NOTHING_CARRIED, BaseAccount, plan_carried
+from finetune.export.base_account import NOTHING_CARRIED, BaseAccount, plan_carried
 from finetune.export.merge_choice import MergeChoice
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source

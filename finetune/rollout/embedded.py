@@ -19,8 +19,8 @@ from finetune.errors import on_one_line
 from finetune.models.attention import NAME as PACKED
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
-# After so many tokens a GPU's rows are looked at, which waits for it. Completions that have ended go on until then, and
-# what they are given is dropped.
+# After so many tokens a GPU's rows are looked at, which waits for it. Completions that have ended are sampled until
+# then, and what they are given is dropped.
 TOKENS_BETWEEN_LOOKS = 16
 # A captured step attends to caches of a multiple of so many tokens, and is captured again for the next multiple.
 CAPTURED_TOKENS = 256

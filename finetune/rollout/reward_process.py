@@ -185,7 +185,7 @@ async def _wait_for(awaitable: Any) -> Any:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeLimit` in the block, where it is, after so many seconds; and again while it goes on.
+    """Raises `TimeLimit` in the block, where it is, after so many seconds; and again while it continues.
 
     A block that has swallowed it and ends later than that meets it at its end.
     """

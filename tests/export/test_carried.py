@@ -23,7 +23,7 @@ from finetune.config.multi_token import count_predicting_layers
 from finetune.config.reader import read_recipe
 from finetune.constants import EXPORT_SPARE_BYTES
 from finetune.errors import UserError
-from finetune.export.carried import account_for_base
+from finetune.export.base_account import account_for_base
 from finetune.export.export import export
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Source

@@ -201,7 +201,7 @@ def test_matrices_decay_whatever_the_layout_and_the_names_of_norms(tmp_path: Pat
 
 @pytest.mark.parametrize("optim", sorted(OPTIMIZERS))
 def test_a_state_that_is_made_for_a_checkpoint_changes_no_later_update(optim: str) -> None:
-    """Of parameters that had no gradient yet: whoever saves before their first one goes on as whoever does not save."""
+    """Of parameters that had no gradient yet: whoever saves before their first one continues as whoever does not save."""
     updated = []
     for saves in (True, False):
         torch.manual_seed(0)
