@@ -327,7 +327,10 @@ class Session:
             raise
 
     def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
-        """The labels' in each of this rank's micro-batches, fp32[trained positions]; without dropout and gradients."""
+        """Returns the log-probability of every label, one fp32 tensor for each micro-batch of this rank.
+
+        Runs without dropout or gradients.
+        """
         with evaluating(self.model), self.computing():
             each = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
             return [self.model(**one.inputs, head_function=head_log_probabilities) for one in each]

@@ -244,7 +244,7 @@ class Method:
         "What logits are divided by: distill: those of teacher and student; grpo, on_policy_distill: all, in sampling "
         "and in training."] = 1.0
     distill_top_k: Annotated[int | None, Gt(0), SameOnResume,
-        "distill: ask the teacher once, before training: at each trained token its so many likeliest ones are kept in "
+        "distill: ask the teacher once, before training: at each trained token its k likeliest tokens are stored in "
         "files, and the divergence is over them and all others together. null: ask it in each step."] = None
     distill_alpha: Annotated[float, Gt(0), Le(1), SameOnResume,
         "distill: the weight of the divergence; the rest is the weight of the labels' cross entropy."] = 1.0

@@ -88,7 +88,7 @@ Form = tuple[int, int, int, str, bool, int]  # rows, columns, bits, quant_type, 
 class QuantizedWeight(nn.Module):
     """A quantized, frozen weight [..., columns]: stands in a layer of experts under the name of the parameter.
 
-    `part`: of the `whole` weight, the experts that this rank alone keeps, with the codes and scales of the whole.
+    part: The experts this rank keeps; their codes and scales are those of the whole weight.
     """
 
     leaf = ""  # ends the name of the weight after the module's

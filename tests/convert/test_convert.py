@@ -1067,7 +1067,7 @@ def test_optimizers_that_decay_by_the_gradient_or_keep_master_weights_are_told_a
     assert (ours["optim"], "dtype" in ours) == ("adamw_torch_fused", False)
 
 
-def test_muon_is_moonshots_where_the_tools_is(converted: Convert) -> None:
+def test_muon_scales_its_updates_as_the_tool_does(converted: Convert) -> None:
     """LLaMA-Factory's third_party/muon and axolotl-contribs-mit's Muon scale updates by 0.2 x the root of the larger size;
     the latter leaves out vectors, and under FSDP2 takes Microsoft's, which scales otherwise."""
     ours, said, _ = converted(LLAMA_FACTORY.replace("lora\n", "full\n") + "use_muon: true\nweight_decay: 0.1\n")
