@@ -25,9 +25,10 @@ from finetune.distributed.model_parts import Values, other_parts, take_language_
 from finetune.distributed.parallelize import gathered, parallelize
 from finetune.distributed.world import World
 from finetune.errors import UserError, on_one_line
-from finetune.files.network import download_folder
+from finetune.files.json_files import read_json_object
+from finetune.files.network import download_folder, find_local_folder
 from finetune.files.run_files import find_origin
-from finetune.files.tensors import StoredTensor, read_folder
+from finetune.files.tensors import INDEX_FILE, StoredTensor, read_folder
 from finetune.flops import forward_flop_per_token_of
 from finetune.models.carried import find_carried, predicts
 from finetune.models.cpu_products import multiply_in_fp32
@@ -82,7 +83,20 @@ class ModelSize:
         return sum(tensor.byte_count for tensor in self.carried.values())
 
 
-def load_model(
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model on meta, adapted, before it is sharded. Returned by `build_model`."""
+
+    model: nn.Module
+    size: ModelSize
+    values: Values  # of its parameters, adapters included
+    base: Values  # of the base's
+    stored: Mapping[str, StoredQuantized]  # weights that the files hold quantized
+    frozen_dtype: torch.dtype  # of a base under adapters
+    offload: ActivationOffload | None
+
+
+def build_model(
     model: Model,
     lora: Lora,
     seed: int,
@@ -90,17 +104,16 @@ def load_model(
     quantization: Quantization = UNQUANTIZED,
     optimization: Optimization | None = None,
     vocabulary: Vocabulary | None = None,
-    quantization_aware: QuantizationAware = UNROUNDED,
     blank_document: BlankDocument | None = None,
-) -> tuple[nn.Module, ModelSize]:
-    """Builds the model on meta, grown to `vocabulary`, adapts it, shards it, and reads every rank's slices.
+) -> BuiltModel:
+    """Builds the model on meta, grown to `vocabulary`, and adapts it. Of its files the headers are read.
 
-    blank_document: Of a vision-language model: what parts of it an image reaches. None where no row holds one.
+    Args:
+        blank_document: Of a vision-language model, to find what an image reaches. None where no row holds one.
 
-    The rules have judged it before. Raises `UserError` for one that cannot be reached, or whose files do not fit.
+    Raises:
+        UserError: It cannot be reached, its files do not fit, or a key names nothing of it.
     """
-    multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
     config = trained_config(load_config(model, vocabulary), model)
     forget_quantization(config)  # how the files are quantized: they are read here, and the model exported is not
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
@@ -108,7 +121,7 @@ def load_model(
     values = base
     if lora.use_peft:
         lora = train_new_tokens(built, lora, vocabulary)
-    frozen, unfilled = DTYPES[frozen_dtype(world.sharding, lora)], frozenset[str]()
+    frozen = DTYPES[frozen_dtype(world.sharding, lora)]
     _install_forward(built, model, world, optimization, frozen if lora.use_peft else DTYPES[model.dtype])
     if not lora.use_peft:
         freeze_modules(built, model)
@@ -126,9 +139,32 @@ def load_model(
         raise UserError(
             f"{min(stored)} is stored quantized, but config.json does not say so; name the unquantized model"
         )
+    return BuiltModel(built, size, values, base, stored, frozen, offload)
+
+
+def load_model(
+    model: Model,
+    lora: Lora,
+    seed: int,
+    world: World,
+    quantization: Quantization = UNQUANTIZED,
+    optimization: Optimization | None = None,
+    vocabulary: Vocabulary | None = None,
+    quantization_aware: QuantizationAware = UNROUNDED,
+    blank_document: BlankDocument | None = None,
+) -> tuple[nn.Module, ModelSize]:
+    """Builds the model as `build_model`, shards it, and reads every rank's slices.
+
+    The rules have judged it before. Raises `UserError` for one that cannot be reached, or whose files do not fit.
+    """
+    multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
+    made = build_model(model, lora, seed, world, quantization, optimization, vocabulary, blank_document)
+    built = made.model
+    unfilled = frozenset[str]()
     if quantization.bits is not None:
         assert lora.use_peft, "a quantized base is frozen: the recipe reader requires adapters"
-        unfilled = _quantize(built, quantization, frozen, stored)
+        unfilled = _quantize(built, quantization, made.frozen_dtype, made.stored)
     if world.sharding.fp8 is not None:
         from finetune.models.fp8 import multiply_in_fp8  # imports torchao
 
@@ -140,12 +176,12 @@ def load_model(
         keep_factors(built)
     if lora.use_peft and world.sharding.layout != "fsdp1" and not world.sharding.divides_matrices:
         fuse_adapters(built)
-    sharded = parallelize(built, values, world, unfilled)
+    sharded = parallelize(built, made.values, world, unfilled)
     record_outputs(unwrap(sharded))
-    fill_quantized_layers(unwrap(sharded), base, stored, world)
+    fill_quantized_layers(unwrap(sharded), made.base, made.stored, world)
     if model.torch_compile:
-        compile_layers(unwrap(sharded), offload=offload)
-    return sharded, size
+        compile_layers(unwrap(sharded), offload=made.offload)
+    return sharded, made.size
 
 
 def _install_forward(
@@ -384,19 +420,41 @@ def _quantize(
     return of_experts | quantize_layers(model, quantization, dtype, stored)
 
 
-def load_teacher(recipe: Recipe, world: World) -> Teacher:
-    """Builds the recipe's teacher on meta, shards it over the ranks, and reads every rank's own slices.
-
-    Whether it can teach, the rules on `read_teacher_facts` answer first. Raises `UserError` for a model that
-    cannot be reached, or whose files do not fit its config.
-    """
+def build_teacher(
+    recipe: Recipe, world: World
+) -> tuple[nn.Module, torch.dtype, Quantization, Values, Mapping[str, StoredQuantized]]:
+    """(the recipe's teacher on meta, its dtype, how it is quantized, its values, its weights that the files hold
+    quantized). Raises `UserError` for a model that cannot be reached, or whose files do not fit its config."""
     keys, dtype = recipe.teacher, DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
     assert keys is not None
     config = load_config(keys)
     quantization = read_teacher_quantization(getattr(config, "quantization_config", None), recipe.method)
     forget_quantization(config)
     model = build_on_meta(config, dtype, keys.trust_remote_code).requires_grad_(False).eval()
-    values, stored = read_base_values(model, config, keys)
+    return model, dtype, quantization, *read_base_values(model, config, keys)
+
+
+def is_here(model: Model) -> bool:
+    """Whether all of the model's weights are on this machine, or come from a seed."""
+    name = model.model_name_or_path
+    if name is None or Path(name).is_dir():
+        return True
+    folder = find_local_folder(name, model.model_revision)
+    if folder is None:
+        return False
+    listed = read_json_object(folder / INDEX_FILE).get("weight_map", {"": "model.safetensors"})
+    return all((folder / file).is_file() for file in set(listed.values()))
+
+
+def load_teacher(recipe: Recipe, world: World) -> Teacher:
+    """Builds the recipe's teacher on meta, shards it over the ranks, and reads every rank's own slices.
+
+    Whether it can teach, the rules on `read_teacher_facts` answer first. Raises `UserError` for a model that
+    cannot be reached, or whose files do not fit its config.
+    """
+    keys = recipe.teacher
+    assert keys is not None
+    model, dtype, quantization, values, stored = build_teacher(recipe, world)
     install_attention(model, keys.attn_implementation, world.sequence_group)
     install_loss(model)
     install_experts(model, world, dtype, keys.torch_compile)

@@ -20,10 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+
+import psutil
 
 from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError
@@ -70,6 +72,26 @@ def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seco
     if len(found) != count:
         raise NoScores(f"{place_of(function)}{name}: returned {len(found)} rewards for {count} completions")
     return found
+
+
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[str]) -> None:
+    """Raises `UserError` where a function needs an argument that is neither TRL's nor one of the data's `columns`."""
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = [
+        each.name
+        for each in inspect.signature(function).parameters.values()
+        if each.default is each.empty and each.kind not in kinds
+    ]
+    missing = [each for each in needed if each not in (*ARGUMENTS, *columns)]
+    if missing:
+        raise UserError(
+            f"{place_of(function)}{name}: takes {', '.join(missing)}, and the data have no such column (they have "
+            f"{', '.join(columns) or 'none'}); rename the argument, or give it a default: what completion_column names "
+            "comes as `answer`"
+        )
 
 
 def check_scores(name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]) -> Scores:
@@ -219,10 +241,15 @@ class Functions:
         self._step: dict[str, Any] = {}
 
     def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What is asked: `calls` of tools, or the scores of a `function` for the last `step`, or for one `place` of it.
+        """What is asked: `calls` of tools, or the scores of a `function` for the last `step`, or for one `place` of it;
+        or, before the first of these, whether the functions take the `known` columns.
 
         Raises `UserError` for what a function does wrong, unless that counts as failed.
         """
+        if "known" in asked:
+            for name, function in zip(self._names, self._functions, strict=True):
+                check_arguments(name, function, asked["known"])
+            return {}
         if "calls" in asked:
             return {"results": call_tools(self._tools, asked["calls"], asked["seconds"], counts=self._counts)}
         self._step = asked.get("step", self._step)
@@ -242,7 +269,8 @@ def main(questions: int, answers: int) -> None:
     answers = _hide(answers)
     for descriptor in (questions, answers):
         os.register_at_fork(after_in_child=partial(os.close, descriptor))
-    threading.Thread(target=_end_with_the_run, args=(questions,), daemon=True).start()
+    watcher = threading.Thread(target=_end_with_the_run, args=(questions,), daemon=True)
+    watcher.start()
     functions: Functions | None = None
     with os.fdopen(questions, "rb", closefd=False) as lines:
         for line in lines:
@@ -257,6 +285,7 @@ def main(questions: int, answers: int) -> None:
             except UserError as error:
                 answer = {"error": str(error)}
             _write(answers, json.dumps({**answer, "word": asked["word"]}).encode() + b"\n")
+    watcher.join()  # which ends this process
 
 
 def _hide(file: int) -> int:
@@ -277,6 +306,9 @@ def _end_with_the_run(questions: int) -> None:
     poll = select.poll()
     poll.register(questions, 0)  # only that the other end is closed
     poll.poll()
+    for child in psutil.Process().children(recursive=True):  # those too that lead a group of their own
+        with suppress(psutil.Error):
+            child.kill()
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

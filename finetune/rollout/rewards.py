@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ class ProcessLost(UserError):
 
 @dataclass(frozen=True, slots=True)
 class RewardProcess:
-    """The process, and this side of its two pipes."""
+    """The process, and this side of its two pipes: where nobody holds them any more, it ends."""
 
     handle: subprocess.Popen[bytes]
-    questions: int
-    answers: int
+    questions: FileIO
+    answers: FileIO
 
     @classmethod
     def start(cls) -> "RewardProcess":
@@ -69,7 +70,7 @@ class RewardProcess:
         finally:
             os.close(its_questions)
             os.close(its_answers)
-        return cls(handle, questions, answers)
+        return cls(handle, FileIO(questions, "w"), FileIO(answers))
 
     def has_ended(self) -> bool:
         """Whether it has ended; its exit code is kept."""
@@ -85,9 +86,8 @@ class RewardProcess:
         for each in started:
             with suppress(psutil.Error):
                 each.kill()
-        for file in (self.questions, self.answers):
-            with suppress(OSError):
-                os.close(file)
+        self.questions.close()
+        self.answers.close()
         return self.handle.wait()
 
 
@@ -131,6 +131,11 @@ class Rewards:
             by_function.append(answer["scores"])
             failed = [one or other for one, other in zip(failed, answer.get("failed", failed), strict=True)]
         return Scores(by_function, sum(failed))
+
+    def check_arguments(self, columns: Sequence[str]) -> None:
+        """Raises `UserError` where a function or a tool is not there, or takes what no column of the data is."""
+        self._start()
+        self._exchange({"known": columns}, SECONDS_TO_START)
 
     def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
         """(what the model reads of the result, whether the call failed) of each call, a name with arguments.
@@ -233,8 +238,8 @@ class Rewards:
         word = secrets.token_hex(8)
         deadline = time.monotonic() + seconds
         try:
-            _write(process.questions, json.dumps(question | {"word": word}).encode() + b"\n", deadline)
-            line = _read_line(process.answers, deadline)
+            _write(process.questions.fileno(), json.dumps(question | {"word": word}).encode() + b"\n", deadline)
+            line = _read_line(process.answers.fileno(), deadline)
         except (BrokenPipeError, EOFError):
             with suppress(subprocess.TimeoutExpired):  # its own exit code, where it ends by itself
                 process.handle.wait(SECONDS_TO_STOP)

@@ -45,6 +45,7 @@ from finetune.units import counted, disk_size, gib
 
 SHOWN_ANSWERS = 5  # held-out questions in the last screen
 SHOWN_CHARACTERS = 60  # of each text there
+AGREED = 1e-6  # nats a token: a divergence that is rounding
 SHOWN_UNREACHED = 3  # modules that no image reaches
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -252,11 +253,22 @@ def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
     return [f"qat     {layers} rounded as {keys.quantization_aware_training}, a scale for {group}{start}"]
 
 
-def last_screen(folder: Path, last_step: int) -> list[str]:
-    """The last screen of a run: whether it diverged, and where its results are."""
+def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> list[str]:
+    """The last screen of a run: whether it diverged or learned nothing, and where its results are."""
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
     warning = [f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}"] if diverged else []
-    return [*warning, *_ratios_line(folder), results_line(folder)]
+    return [*warning, *_teacher_line(folder) * has_teacher, *_ratios_line(folder), results_line(folder)]
+
+
+def _teacher_line(folder: Path) -> list[str]:
+    """That a run learned nothing from its teacher, where the two never differed by more than rounding."""
+    lines = [line for line in read_json_lines(folder / METRICS) if line is not None and "loss" in line]
+    if not lines or any(abs(line.get("kl", math.inf)) > AGREED for line in lines):
+        return []
+    return [
+        "warning the teacher gave the model's own probabilities from the first step on: nothing was learned from it; "
+        "name another teacher"
+    ]
 
 
 def _ratios_line(folder: Path) -> list[str]:
