@@ -6,7 +6,7 @@ said, and keeps that run's folder. Runs are many times faster in memory (TMPDIR=
 state on a disk.
 
 A long soak is done in parts: `--counts benchmarks/results/soak/soak.json` adds its counts to those of the parts before,
-under the next seed.
+under the next seed. `--page docs/checkpoints.md` writes the table of these counts into the page, and does nothing else.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -42,6 +43,25 @@ from tests.checkpoint.soaking import faults_in, soak  # noqa: E402
 from tests.forked_ranks import import_all  # noqa: E402
 from tests.warm_processes import start_server, warm_reload  # noqa: E402
 
+MARKS = ("<!-- soak -->", "<!-- /soak -->")
+BETWEEN_MARKS = re.compile(f"{MARKS[0]}.*?{MARKS[1]}", re.DOTALL)
+# What a line of the table counts -> the kinds of faults in it; the first that matches.
+GROUPS = (
+    ("killed in an image: a copy of the folder while all ranks stood still", "^killed in an image"),
+    ("killed: the launcher of `finetune launch` alone", "^killed: the launcher"),
+    ("killed: all processes of `finetune launch`", "^killed: all ranks.*by the launcher"),
+    ("killed: all ranks, or one", "^killed"),
+    ("preempted under `finetune launch`", "^preempted.*by the launcher"),
+    ("preempted: all ranks, or one", "^preempted"),
+    ("disk full, for good or for a while", "^disk full"),
+    ("folder read-only under the run", "read-only"),
+    ("rollouts.jsonl edited or swapped", "rollouts"),
+    ("checkpoint damaged", "^damaged"),
+    ("token cache or reference pass damaged", "^(token cache|reference)"),
+    ("metrics.jsonl doubled, cut or unreadable", "^metrics"),
+    ("samples.jsonl or completions.jsonl cut", "^(samples|completions)"),
+    ("input edited", "^edited"),
+)
 OPTIMIZERS = ("adamw_bf16_moments", "adamw_torch_fused", "adamw_torch", "adamw_8bit")
 TABLES = ("kinds", "recipes", "layouts")
 
@@ -58,7 +78,13 @@ def main() -> None:
     parser.add_argument(
         "--counts", type=Path, help="a JSON file with the counts of earlier parts, to which these are added"
     )
+    parser.add_argument("--page", type=Path, help="a page with a place for the table of --counts")
     options = parser.parse_args()
+    if options.page is not None:
+        text = options.page.read_text(encoding="utf-8")
+        table = make_table(json.loads(options.counts.read_text()))
+        options.page.write_text(BETWEEN_MARKS.sub(lambda _: f"{MARKS[0]}\n{table}{MARKS[1]}", text), encoding="utf-8")
+        return
     known = json.loads(options.counts.read_text()) if options.counts and options.counts.exists() else {}
     if options.seed is None:
         options.seed = len(known.get("seeds", {}))
@@ -137,6 +163,28 @@ def add(known: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
         else round(known.get(key, 0) + value, 1)
         for key, value in part.items()
     }
+
+
+def make_table(counts: dict[str, Any]) -> str:
+    """The counts of a soak for people: faults by kind, of which none was lost or silent where both are 0."""
+    rows = {name: 0 for name, _ in GROUPS}
+    for kind, number in counts["kinds"].items():
+        group = next((name for name, pattern in GROUPS if re.search(pattern, kind)), None)
+        if group is not None:
+            rows[group] += number
+    each = "0" if counts["lost"] == counts["silent"] == 0 else ""  # which of them were lost is in the soak's own output
+    lives = counts["kinds"].get("lives", 0)
+    launched = counts["kinds"].get("lives by the launcher", 0)
+    ends = f"{counts['kinds'].get('stories finished', 0):,}"
+    recipes = ", ".join(f"{name} {number:,}" for name, number in sorted(counts["recipes"].items()))
+    layouts = ", ".join(f"{name} {number:,}" for name, number in sorted(counts["layouts"].items()))
+    return (
+        f"| {counts['faults']:,} faults | | lost | silent |\n|---|---|---|---|\n"
+        + "".join(f"| {name} | {number:,} | {each} | {each} |\n" for name, number in rows.items() if number)
+        + f"| all | {counts['faults']:,} | {counts['lost']:,} | {counts['silent']:,} |\n\n"
+        f"In {lives + launched:,} starts, {launched:,} of them by `finetune launch`, and {ends} runs that came to their ends, from "
+        f"{len(counts['seeds'])} seeds. By recipe: {recipes}. By layout: {layouts}.\n"
+    )
 
 
 def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memoryview) -> int:
