@@ -194,15 +194,16 @@ class Story:
         if begun and newest and is_to_be_said and not re.search(f"{METRICS}: .* removed", ended.log):
             raise Silent(f"{METRICS} was damaged, and nothing was said\n{ended.log[-3000:]}")
         self.is_unrepaired = self.is_unrepaired and not begun
-        if not self.sound and self.damaged and not begun and 2 in ended.codes:
+        is_of_disk = ended.met is not None and ended.met.startswith(FAULTS)
+        says_disk = re.search(SAID, ended.log) is not None
+        if not self.sound and self.damaged and not begun and 2 in ended.codes and not (is_of_disk and says_disk):
             if "none of its checkpoints verif" not in ended.log:
                 raise Lost(f"every checkpoint was damaged, and this was said:\n{ended.log[-3000:]}")
             self.counts["stories ended: every checkpoint damaged"] += 1
             return True
         self._compare(ended)
         codes = set(ended.codes)
-        is_of_disk = ended.met is not None and ended.met.startswith(FAULTS)
-        if is_of_disk and codes != {0} and not (2 in codes and re.search(SAID, ended.log)):
+        if is_of_disk and codes != {0} and not (2 in codes and says_disk):
             raise Lost(f"{ended.met}, and it ended with {ended.codes}\n{ended.log[-4000:]}")
         if ended.met is None and codes != {0}:
             raise Lost(f"nobody disturbed it, and it ended with {ended.codes}\n{ended.log[-4000:]}")
