@@ -188,8 +188,13 @@ def find_turns(
     if renderer.has_markers:
         text, marked = apply_marked_template(renderer, messages, tools)
         # White space that the markers include is trained on, as by transformers.
-        spans = [(start, max(end, _find_end_of_turn(text, start, end, renderer))) for start, end in marked]
+        spans = [
+            (start, max(end, min(_find_end_of_turn(text, start, end, renderer), limit)))
+            for (start, end), limit in zip(marked, [*(start for start, _ in marked[1:]), len(text)], strict=True)
+        ]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) > len(answers):
+            spans = _keep_words(text, spans, renderer)
         if len(spans) == len(answers):
             return text, {i: (span,) for i, span in zip(answers, spans, strict=True) if i in wanted}
         if wanted != answers:
@@ -270,13 +275,17 @@ def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer)
     shift = len(text) - len(answered.text)
     marked = apply_marked_template(renderer, messages[: i + 1], tools)[1]
     spans = [(max(first + shift, begin), last + shift) for first, last in marked if last + shift > begin]
-    # Phi-3's ends the whole conversation with a mark of its own, around its end of text.
-    spans = [span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or spans
+    spans = _keep_words(text, spans, renderer)
     if not spans:
         return None
     end = max(spans[-1][1], _find_end_of_turn(text, *spans[-1], renderer))
     earlier = spans[:-1] if begin else []
     return AskedTurn(prompt, text, (*earlier, (spans[-1][0], end)))
+
+
+def _keep_words(text: str, spans: list[Span], renderer: Renderer) -> list[Span]:
+    """The marked spans that hold words: Phi-3's ends a conversation with a mark of its own, around its end of text."""
+    return [span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or spans
 
 
 def _end_asked(text: str, begin: int, renderer: Renderer) -> int:

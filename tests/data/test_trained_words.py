@@ -94,7 +94,7 @@ class Writer:
         return f"z{self.words:04}y"
 
     def say(self) -> str:
-        if self.contents and self.chance(0.1):
+        if self.contents and self.chance(0.04):
             copied = self.pick(self.contents)
             content = WORD.sub(lambda _: self.make_word(), copied)
             originals = [self.copies.get(word, word) for word in WORD.findall(copied)]
@@ -136,11 +136,11 @@ class Writer:
         self.speaks = self.pick((0, 0.5, 1))
         self.parallel = self.pick((0, 0.5))
         has_calls = self.chance(0.6)
-        rounds = (0, 1, 1, 2) if has_calls else (0,)
+        rounds = (0, 1, 2) if has_calls else (0,)
         messages: list[Message] = [{"role": "system", "content": self.say()}] if self.chance(0.4) else []
         if self.chance(0.04):
             messages += self.respond(0)
-        for _ in range(self.pick((1, 1, 2, 2, 3))):
+        for _ in range(self.pick((1, 1, 2, 3))):
             messages += [{"role": "user", "content": self.say()}, *self.respond(self.pick(rounds))]
         if self.chance(0.1):
             messages = messages[: int(self.generator.integers(2, len(messages) + 1))]
@@ -296,6 +296,8 @@ def check_pair(checked: Checked, writer: Writer) -> bool:
             for whole in wholes
         ]
         assert any(rejected) or "roles out of order" in str(refused), refused
+        return False
+    if {"sides_equal", "side_empty"} & {*findings}:
         return False
     for whole, text in zip(wholes, texts, strict=True):
         oracle = Oracle(checked.tokenizer, whole, tools)
