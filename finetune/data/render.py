@@ -176,24 +176,24 @@ def _check(
     rendered = RenderedText(text, ((0, len(text)),), False)
     if renderer.assistant_only:
         rendered = replace(rendered, spans=tuple(sorted(span for spans in trained.values() for span in spans)))
-    whole = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
-    ends = [whole[i][1] for i in trained if i in whole] if renderer.assistant_only else []
-    found = [
+    extents = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
+    ends = [extents[i][1] for i in trained if i in extents] if renderer.assistant_only else []
+    findings = [
         *_check_turns(conversation, text, rendered.spans, ends, renderer),
-        *_find_dropped(conversation, text, whole),
+        *_find_dropped(conversation, text, extents),
     ]
     opens = ""
     if renderer.unthinking is not None and not any(
         read_reasoning(message) for message, on in zip(messages, conversation.trained, strict=True) if on
     ):
-        found.append("no_reasoning")
+        findings.append("no_reasoning")
         prompt, after = renderer.generation_prompt, renderer.unthinking
         opens = f"inference opens with {prompt!r}, and the answers continue with {after!r}"
     if not renderer.train_on_reasoning:
-        for i, turn in whole.items():
+        for i, turn in extents.items():
             rendered = _leave_out(rendered, _find_reasoning(text, messages[i], i, turn, marks))
-    where = {i: span for i, span in whole.items() if i in trained}
-    return replace(rendered, findings=tuple(found), turns=where, difference=opens)
+    where = {i: span for i, span in extents.items() if i in trained}
+    return replace(rendered, findings=tuple(findings), turns=where, difference=opens)
 
 
 def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Marks) -> Span | None:

@@ -188,8 +188,13 @@ def find_turns(
     if renderer.has_markers:
         text, marked = apply_marked_template(renderer, messages, tools)
         # White space that the markers include is trained on, as by transformers.
-        spans = [(start, max(end, _find_end_of_turn(text, start, end, renderer))) for start, end in marked]
+        spans = [
+            (start, max(end, min(_find_end_of_turn(text, start, end, renderer), limit)))
+            for (start, end), limit in zip(marked, [*(start for start, _ in marked[1:]), len(text)], strict=True)
+        ]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) > len(answers):
+            spans = _keep_words(text, spans, renderer)
         if len(spans) == len(answers):
             return text, {i: (span,) for i, span in zip(answers, spans, strict=True) if i in wanted}
         if wanted != answers:
@@ -198,36 +203,37 @@ def find_turns(
                 "cannot be applied to one of them"
             )
         return text, {wanted[0]: tuple(spans)}
-    whole = Rendering(messages, tools, renderer)
+    rendering = Rendering(messages, tools, renderer)
     turns: dict[int, tuple[Span, ...]] = {}
     for i in wanted:
-        if asked[i].is_in(whole.text):
+        if asked[i].is_in(rendering.text):
             turns[i] = asked[i].spans
         else:
-            turns[i] = _find_rewritten(whole, messages, i, tools, renderer)
-    return whole.text, turns
+            turns[i] = _find_rewritten(rendering, messages, i, tools, renderer)
+    return rendering.text, turns
 
 
 def _find_rewritten(
-    whole: Rendering, messages: list[Message], i: int, tools: Tools, renderer: Renderer
+    rendering: Rendering, messages: list[Message], i: int, tools: Tools, renderer: Renderer
 ) -> tuple[Span, ...]:
     """The spans of turn `i` in a longer conversation, none where the template leaves it out. Raises `BadRow`.
 
     It ends before the next message's words. Gemma 4 writes its words behind a call after the call's result: those are a
     span of their own.
     """
-    text, marks = whole.text, whole.marks
+    text = rendering.text
+    marks = rendering.marks
+    is_known = i not in rendering.unmarked
+    places = [mark.position for mark in marks if mark.message == i]
     has_words = bool(messages[i]["content"].strip() or messages[i].get("tool_calls"))
-    if has_words and i not in whole.unmarked and not any(mark.message == i for mark in marks):
-        return ()  # Mistral's second version does so with the calls of earlier questions
-    found = _find_start(whole, i, _ask(messages[:i], tools, renderer), renderer)
-    if found is None or i in whole.unmarked:
+    if is_known and has_words and not places:
+        return ()  # Mistral's second version leaves out the calls of earlier questions
+    begins = _find_start(rendering, i, _ask(messages[:i], tools, renderer), renderer)
+    if begins is None or not is_known:
         raise _unknown(i)
-    start = found.position
+    start = begins.position
     limit = min((mark.position for mark in marks if mark.message != i and mark.position > start), default=len(text))
-    last = max(
-        (mark.position for mark in marks if mark.message == i and start <= mark.position <= limit), default=start
-    )
+    last = max((place for place in places if start <= place <= limit), default=start)
     spans = [(start, last + _measure_end(text[last:limit], renderer))]
     for message, run in groupby(marks, lambda mark: mark.message):
         own = list(run)
@@ -270,13 +276,17 @@ def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer)
     shift = len(text) - len(answered.text)
     marked = apply_marked_template(renderer, messages[: i + 1], tools)[1]
     spans = [(max(first + shift, begin), last + shift) for first, last in marked if last + shift > begin]
-    # Phi-3's ends the whole conversation with a mark of its own, around its end of text.
-    spans = [span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or spans
+    spans = _keep_words(text, spans, renderer)
     if not spans:
         return None
     end = max(spans[-1][1], _find_end_of_turn(text, *spans[-1], renderer))
     earlier = spans[:-1] if begin else []
     return AskedTurn(prompt, text, (*earlier, (spans[-1][0], end)))
+
+
+def _keep_words(text: str, spans: list[Span], renderer: Renderer) -> list[Span]:
+    """The marked spans that hold words: Phi-3's ends a conversation with a mark of its own, around its end of text."""
+    return [span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or spans
 
 
 def _end_asked(text: str, begin: int, renderer: Renderer) -> int:

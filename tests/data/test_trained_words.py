@@ -94,7 +94,7 @@ class Writer:
         return f"z{self.words:04}y"
 
     def say(self) -> str:
-        if self.contents and self.chance(0.1):
+        if self.contents and self.chance(0.04):
             copied = self.pick(self.contents)
             content = WORD.sub(lambda _: self.make_word(), copied)
             originals = [self.copies.get(word, word) for word in WORD.findall(copied)]
@@ -136,11 +136,11 @@ class Writer:
         self.speaks = self.pick((0, 0.5, 1))
         self.parallel = self.pick((0, 0.5))
         has_calls = self.chance(0.6)
-        rounds = (0, 1, 1, 2) if has_calls else (0,)
+        rounds = (0, 1, 2) if has_calls else (0,)
         messages: list[Message] = [{"role": "system", "content": self.say()}] if self.chance(0.4) else []
         if self.chance(0.04):
             messages += self.respond(0)
-        for _ in range(self.pick((1, 1, 2, 2, 3))):
+        for _ in range(self.pick((1, 1, 2, 3))):
             messages += [{"role": "user", "content": self.say()}, *self.respond(self.pick(rounds))]
         if self.chance(0.1):
             messages = messages[: int(self.generator.integers(2, len(messages) + 1))]
@@ -198,15 +198,16 @@ def list_words(message: Message) -> list[str]:
 def decode_trained(texts: Sequence[RenderedText], tokenizer: Any, encoder: Encoder) -> list[str]:
     """The trained stretches of documents; their tokens are compared with their texts."""
     tokens = tokenize(texts, [(0, 1)] * len(texts), encoder)
-    found, start = [], 0
+    stretches: list[str] = []
+    start = 0
     for text, length in zip(texts, tokens.lengths.tolist(), strict=True):
         ids, labels = (each[start : start + length] for each in (tokens.input_ids, tokens.labels))
         assert tokenizer.decode(ids) == text.text
         trained = np.concatenate(([False], labels[:-1] != IGNORE_INDEX, [False]))
         borders = np.flatnonzero(trained[1:] != trained[:-1]) + 1
-        found += [tokenizer.decode(ids[first:last]) for first, last in borders.reshape(-1, 2).tolist()]
+        stretches += [tokenizer.decode(ids[first:last]) for first, last in borders.reshape(-1, 2).tolist()]
         start += length
-    return found
+    return stretches
 
 
 @dataclass
@@ -260,10 +261,10 @@ def check_row(checked: Checked, writer: Writer) -> bool:
     expected: Counter[str] = Counter()
     for i in trained:
         written = apart.write(len(unique) if turns == "whole" else i + 1)
-        said = unique[i] if turns != "silent" else unique[i] | {"reasoning_content": ""}
-        expected.update(writer.copies.get(word, word) for word in list_words(said) if word in written)
-    found = decode_trained(texts, checked.tokenizer, checked.encoder)
-    assert Counter(WORD.findall("|".join(found))) == expected
+        spoken = unique[i] if turns != "silent" else unique[i] | {"reasoning_content": ""}
+        expected.update(writer.copies.get(word, word) for word in list_words(spoken) if word in written)
+    said = decode_trained(texts, checked.tokenizer, checked.encoder)
+    assert Counter(WORD.findall("|".join(said))) == expected
     ends = [len(messages)] if turns == "whole" else [i + 1 for i in trained] + [len(messages)]
     for text in texts:
         assert ours.wrote(text.text, ends)
@@ -275,38 +276,37 @@ def check_row(checked: Checked, writer: Writer) -> bool:
 
 def check_pair(checked: Checked, writer: Writer) -> bool:
     """Checks a pair whose sides begin alike; returns whether the template takes it."""
-    unique, has_tools = writer.converse()
-    answers = [i for i, message in enumerate(unique) if message["role"] == "assistant"]
-    if not answers or not (first := int(writer.pick(answers))):
+    messages, has_tools = writer.converse()
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+    if not answers:
         return False
+    first = int(writer.pick(answers))
     tools = TOOLS if has_tools else None
-    asked = [message | {"train": False} if message["role"] == "assistant" else message for message in unique[:first]]
-    other = [*writer.respond(int(has_tools and writer.chance(0.5)))]
-    sides = [[message for message in side if message.pop("train", True) or True] for side in (unique[first:], other)]
-    wholes = [asked + side for side in sides]
-    row = {"prompt": asked, "chosen": sides[0], "rejected": sides[1], "tools": tools}
+    asked = [message | {"train": False} if message["role"] == "assistant" else message for message in messages[:first]]
+    rejected = list(writer.respond(int(has_tools and writer.chance(0.5))))
+    for message in (*messages[first:], *rejected):
+        message.pop("train", None)
+    row: dict[str, Any] = {"prompt": asked, "chosen": messages[first:], "rejected": rejected, "tools": tools}
+    sides = [[*asked, *row["chosen"]], [*asked, *rejected]]
+    trained = [[i for i, m in enumerate(side) if i >= first and m["role"] == "assistant"] for side in sides]
+    oracles = [Oracle(checked.tokenizer, side, tools) for side in sides]
     try:
         (group,) = parse_pair(row, SOURCE).groups
         texts, findings = render_group(group, checked.renderers["auto"])
     except BadRow as refused:
-        rejected = [
-            Oracle(checked.tokenizer, whole, tools).rejects(
-                [i for i, m in enumerate(whole) if i >= first and m["role"] == "assistant"], len(whole)
-            )
-            for whole in wholes
-        ]
-        assert any(rejected) or "roles out of order" in str(refused), refused
+        is_rejected = any(map(Oracle.rejects, oracles, trained, map(len, sides)))
+        assert is_rejected or "roles out of order" in str(refused), refused
         return False
-    for whole, text in zip(wholes, texts, strict=True):
-        oracle = Oracle(checked.tokenizer, whole, tools)
-        written = oracle.write(len(whole))
-        found = Counter(WORD.findall("|".join(decode_trained([text], checked.tokenizer, checked.encoder))))
-        trained = [i for i, m in enumerate(whole) if i >= first and m["role"] == "assistant"]
-        said = [word for i in trained for word in list_words(whole[i])]
-        assert found == Counter(word for word in said if word in written or word in text.text)
-        assert oracle.wrote(text.text, [len(whole)])
-    rewritten = any(COMPARED & {*text.findings} for text in texts)
-    assert rewritten or "prompts_differ" not in findings
+    if {"sides_equal", "side_empty"} & {*findings}:
+        return False
+    for side, turns, oracle, text in zip(sides, trained, oracles, texts, strict=True):
+        written = oracle.write(len(side)) + text.text  # which may have the reasoning before a call that the other drops
+        expected = [word for i in turns for word in list_words(side[i]) if word in written]
+        said = decode_trained([text], checked.tokenizer, checked.encoder)
+        assert Counter(WORD.findall("|".join(said))) == Counter(expected)
+        assert oracle.wrote(text.text, [len(side)])
+    is_rewritten = any(COMPARED & {*text.findings} for text in texts)
+    assert is_rewritten or "prompts_differ" not in findings
     return True
 
 
@@ -373,8 +373,8 @@ def test_an_answer_that_leaves_out_what_the_prompt_opens_is_the_templates_own_te
     row = {"messages": [ASKED, THOUGHT_OF, *AGAIN]}
     (text,) = render_turns(parse_row(row, SOURCE).document, checked.renderers["auto"])
     assert text.text == checked.tokenizer.apply_chat_template(row["messages"], tokenize=False)
-    found = decode_trained([text], checked.tokenizer, checked.encoder)
-    assert found == ["THOUGHT\n</think>\nFIRST ANSWER<|im_end|>", "SECOND ANSWER<|im_end|>"]
+    said = decode_trained([text], checked.tokenizer, checked.encoder)
+    assert said == ["THOUGHT\n</think>\nFIRST ANSWER<|im_end|>", "SECOND ANSWER<|im_end|>"]
     assert "prompt_not_continued" in text.findings
 
 
