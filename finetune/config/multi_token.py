@@ -43,8 +43,8 @@ def _find_counts(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[d
     """(section, key) of each such count above 0."""
     for key, value in list(config.items()):
         if isinstance(value, dict):
-            yield from _find_counts(value, key)
-        elif type(value) is int and value > 0 and "num" in key and OF_PREDICTION.search(f"{above}.{key}"):
+            yield from _find_counts(value, str(key))
+        elif type(value) is int and value > 0 and "num" in str(key) and OF_PREDICTION.search(f"{above}.{key}"):
             assert isinstance(config, dict)
             yield config, key
 

@@ -289,6 +289,8 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
 def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -> list[str]:
     """Puts the entry's value into `values`, or returns what is wrong with it."""
     value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
+    if "\\x00" in repr(value):  # wherever it stands in it
+        return [f"{entry.where}: {entry.key}: holds a NUL character, which no text and no name has; remove it"]
     if key.read_as is not None and value == key.read_as.written and type(value) is type(key.read_as.written):
         value = key.read_as.meant
     if entry.key in NESTED and isinstance(value, tuple):

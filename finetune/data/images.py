@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,10 +23,14 @@ from finetune.config.pretrained import is_vision_language, load_config, text_con
 from finetune.config.schema import Model
 from finetune.constants import PROCESSOR_FILES
 from finetune.data.messages import IMAGE, BadRow, describe_value
+from finetune.data.readers import UNPACKED_TIMES, most_unpacked
 from finetune.errors import UserError
 
 MAX_PIXELS = 89_478_485  # of an image; Pillow warns beyond it
 MAX_BYTES = 4 * MAX_PIXELS  # of its file
+MAX_RATIO = 200  # of an image's sides: a processor that enlarges the shorter one enlarges the other as much
+MAX_SCANS = 100  # of a progressive JPEG, which has ten or so; each goes over all pixels again
+RGB_BYTES = 3  # of a pixel
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # none that starts another program
 IN_FILE, IN_STORE = b"f", b"b"  # how a stored image begins: its path follows, or its bytes
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
@@ -111,18 +116,57 @@ def open_image(image: EncodedImage) -> Any:
         raise UserError('images need Pillow; pip install "finetune[images]"') from None
     name = f"image: {image.path or f'of {len(image.content):,} bytes'}"
     try:
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own bounds are below it
         picture: Any = Image.open(BytesIO(image.content), formats=FORMATS)
-        if picture.width * picture.height > MAX_PIXELS:  # known from its header, before it is decoded
-            raise BadRow(f"{name}: {picture.width:,} x {picture.height:,} pixels, more than {MAX_PIXELS:,}; shrink it")
+        if problem := _find_excess(picture, image.content):  # known from its header, before it is decoded
+            raise BadRow(f"{name}: {problem}")
         if getattr(picture, "is_animated", False) and picture.format != "MPO":
             raise BadRow(f"{name}: animated; save one of its {picture.n_frames} frames as an image")
-        return ImageOps.exif_transpose(picture).convert("RGB")
+        picture.load()
+        ImageOps.exif_transpose(picture, in_place=True)
+        return picture if picture.mode == "RGB" else picture.convert("RGB")  # to the same mode it would be a copy
     except BadRow:
         raise
+    except Image.DecompressionBombError:
+        raise BadRow(f"{name}: more than {2 * MAX_PIXELS:,} pixels; shrink it") from None
     except UnidentifiedImageError:  # its text names a Python object
         raise BadRow(f"{name}: cannot be read as an image: not one of {', '.join(FORMATS)}") from None
     except Exception as error:  # each format has its own
         raise BadRow(f"{name}: cannot be read as an image: {' '.join(str(error).split()[:20])}") from None
+
+
+def _find_excess(picture: Any, content: bytes) -> str | None:
+    """What would take far more memory or time than the file's size lets expect, in words."""
+    width, height = picture.size
+    most = most_unpacked(len(content))
+    scans = _count_scans(content) if picture.format in ("JPEG", "MPO") else 1
+    if width * height > MAX_PIXELS:
+        return f"{width:,} x {height:,} pixels, more than {MAX_PIXELS:,}; shrink it"
+    if RGB_BYTES * width * height > most:
+        times = f"more than {most // 2**20:,} MiB, {UNPACKED_TIMES} times its size"
+        return f"{width:,} x {height:,} pixels unpack to {times}; shrink it"
+    if max(width, height) > MAX_RATIO * min(width, height):
+        return f"{width:,} x {height:,} pixels: one side is more than {MAX_RATIO} times the other; cut it"
+    if scans > MAX_SCANS:
+        return f"a JPEG of more than {MAX_SCANS} scans; save it again"
+    return None
+
+
+def _count_scans(content: bytes) -> int:
+    """The scans of a JPEG, at most one more than MAX_SCANS; what follows its end, as a film does in some, is none."""
+    scans, at = 0, 2
+    while scans <= MAX_SCANS and (at := content.find(b"\xff", at)) >= 0:
+        marker = content[at + 1 : at + 2]
+        if marker in (b"", b"\xd9"):  # the end
+            break
+        if marker == b"\xff":  # filling
+            at += 1
+        elif marker in (b"\x00", b"\x01") or b"\xd0" <= marker <= b"\xd8":  # a byte of a scan, or a mark alone
+            at += 2
+        else:
+            scans += marker == b"\xda"
+            at += 2 + max(2, int.from_bytes(content[at + 2 : at + 4]))
+    return scans
 
 
 class ImageProcessor:

@@ -90,10 +90,18 @@ def _open_rows(source: DatasetSource, streaming: bool = False) -> Iterator[tuple
         return
     splits = find_splits(source.path)
     if splits is None:
-        yield source.path, enumerate(map(remove_none_values, load_hub_rows(source, streaming)), 1)
+        yield source.path, enumerate(map(remove_none_values, _keep_encoded(load_hub_rows(source, streaming))), 1)
         return
     for file, start, stop in _resolve_slices(source, splits):
         yield file, islice(read_file(file), start, stop)
+
+
+def _keep_encoded(rows: Any) -> Any:
+    """Rows of the `datasets` library with images as they are stored, whose size `data/images.py` bounds."""
+    if "Image(" not in str(rows.features):
+        return rows
+    stream = rows.to_iterable_dataset() if hasattr(rows, "to_iterable_dataset") else rows
+    return stream.decode(False)
 
 
 def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
@@ -335,13 +343,13 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
         rows = min(PARQUET_ROWS, max(1, most_unpacked(Path(path).stat().st_size) // max(1, largest_row)))
         unpacked = 0
         for batch in file.iter_batches(batch_size=rows):
-            unpacked += batch.nbytes
+            unpacked += batch.nbytes + sum(map(_count_repeated, batch.columns))
             limit_unpacked(path, unpacked)
             yield from batch.to_pylist()
 
 
 def _count_repeated_arrow(path: str) -> int:
-    """The bytes of an Arrow file's rows in dictionary columns, each of whose values may stand in all rows."""
+    """The bytes of an Arrow file's rows in columns that are dictionaries, whose values may stand in every row."""
     from pyarrow import ipc, memory_map
 
     with memory_map(path) as source:
@@ -416,7 +424,8 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
         else:
             limit_unpacked(path, _count_unpacked_arrow(path))
             limit_unpacked(path, _count_repeated_arrow(path))
-            rows = datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True)
+            stream = datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True)
+            rows = _keep_encoded(stream)
         for row in rows:
             number += 1
             yield number, remove_none_values(row)

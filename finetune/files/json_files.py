@@ -29,6 +29,8 @@ def read_bounded(path: Path) -> bytes:
 
 def open_plain(path: Path) -> FileIO:
     """A plain file, opened for reading. Raises `OSError`."""
+    if "\0" in str(path):  # of which Python raises a `ValueError`
+        raise OSError(errno.EINVAL, "a name with a NUL, which no file has")
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a plain file")
     return FileIO(path)

@@ -4,7 +4,7 @@ Classes scale and cap logits by keys of many names, which other classes have and
 own forward runs around a trunk and a head that return known numbers.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,18 @@ class _TrunkOutputs:
             raise AttributeError(name)
 
 
-@torch.no_grad()
-def measure_logit_transform(model: Any) -> LogitTransform:
-    """The factor and the cap of `model`'s logits. The model may be on meta; call it before its forward is replaced.
+class HeadFactors(NamedTuple):
+    """What a class does around its head: `logits` of the head's scores of `before` times what its trunk returns."""
 
-    `UNCHANGED` for a class whose head does not read what its trunk returns, which the probe refuses.
+    before: float = 1.0
+    logits: LogitTransform = UNCHANGED
+
+
+@torch.no_grad()
+def measure_head_factors(model: Any) -> HeadFactors:
+    """The factors and the cap of `model`. It may be on meta; call this before its forward is replaced.
+
+    Without any for a class whose head does not read what its trunk returns, which the probe refuses.
     Raises `UserError` where the logits are anything else than the head's scores, scaled and capped.
     """
     config: Any = model.config.get_text_config()
@@ -52,15 +59,15 @@ def measure_logit_transform(model: Any) -> LogitTransform:
     stubs = {module: lambda *_, **__: _TrunkOutputs(hidden) for module in _list_trunks(model, head)}
     logits = _run(model, {**stubs, head: answer}, len(SCORES))
     if logits is None or len(read) != 1 or read[0].shape != hidden.shape:
-        return UNCHANGED
+        return HeadFactors()
     before = (read[0] / hidden).flatten()
     if not torch.allclose(before, before[:1].expand_as(before), rtol=ROUNDING, atol=0.0):
-        return UNCHANGED
+        return HeadFactors()
     found = logits.double()
     if found.shape == scores.shape and bool((found == found[..., :1]).all()):
         transform = _fit(found[0, :, 0])
         if transform is not None:
-            return transform._replace(scale=_plain(transform.scale * float(before[0])))
+            return HeadFactors(_plain(float(before[0])), transform)
     raise UserError(
         f"{type(model).__name__}: its logits are something else than the scores of its output head, scaled or capped, "
         "and cannot be trained here; name another model"

@@ -237,6 +237,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
             model: Any = auto_class.from_config(
                 config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
+        model.get_input_embeddings()  # of some classes transformers does not know which module it is
     except Exception as error:  # each family reads its config in its own way
         reason = on_one_line(error)
         raise UserError(

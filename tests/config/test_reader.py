@@ -278,6 +278,10 @@ MISTAKES = {
         "F:4: drop_vision: adapters are opened on the checkpoint, whose own class has other names for their layers; "
         "set drop_vision: false"
     ],
+    'run_name: "a\\0b"': ["F:4: run_name: holds a NUL character, which no text and no name has; remove it"],
+    'sample_prompts: ["a", "a\\0b"]': [
+        "F:4: sample_prompts: holds a NUL character, which no text and no name has; remove it"
+    ],
     "train_mtp: true": [
         "F:4: train_mtp: no model class of transformers has layers for multi-token prediction, and its MtpModel, which "
         "drafts with them, computes no loss; remove it; an export carries over those of the base"

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -713,6 +714,26 @@ def test_a_value_of_the_wrong_kind_is_no_traceback(converted: Convert) -> None:
 
 
 FSDP = "fsdp: [full_shard, auto_wrap]\nfsdp_config: {fsdp_offload_params: %s, fsdp_cpu_ram_efficient_loading: true}\n"
+
+
+NUL = "a\0b"
+WITH_NUL: dict[str, dict[str, Any]] = {
+    "axolotl": {"base_model": NUL, "datasets": [{"path": NUL, "type": "alpaca", "data_files": NUL}], "deepspeed": NUL},
+    "llamafactory": {"model_name_or_path": NUL, "stage": "sft", "dataset": NUL, "dataset_dir": NUL, "template": NUL},
+    "trl": {"model_name_or_path": NUL, "dataset_name": NUL, "per_device_train_batch_size": 1, "output_dir": NUL},
+    "torchtune": {
+        "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": NUL},
+        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": NUL},
+        "dataset": {"_component_": "torchtune.datasets.alpaca_dataset", "source": NUL, "data_files": NUL},
+    },
+}
+
+
+@pytest.mark.parametrize("tool", WITH_NUL)
+def test_a_nul_in_a_name_is_no_traceback(tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "theirs.json").write_text(json.dumps(WITH_NUL[tool]))
+    assert main(["convert", str(tmp_path / "theirs.json")]) in (0, 1, 2)
+    assert "\0" not in "".join(capsys.readouterr())
 
 
 def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:

@@ -139,6 +139,11 @@ REASONS = {
     "missing: these are not the weights": "its files lack tensors that the model has",
     "without a place in": "its files have tensors that the model lacks",
     "not a plain linear layer": "its output head is not a linear layer",
+    "its head reads several vectors of a token": "its head reads several vectors of a token",
+    "its logits are something else than the scores": "its logits are no scores of a head, scaled or capped",
+    "has no causal language model of this type": "no language model of its own",
+    "`get_input_embeddings` not": "transformers does not say which module is its embedding",
+    "its embedding has 0 rows": "its config gives no vocabulary",
     "its export could not be verified": "its export could not be verified",
 }
 
