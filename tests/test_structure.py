@@ -50,7 +50,6 @@ MOST_BRANCHES = 15
 MAZES = {
     "checkpoint/resume.py: _read_fingerprints": 16,
     "config/accelerate_file.py: read_file": 21,
-    "config/reader.py: _check_value": 21,
     "convert/conversion.py: _set": 17,
     "convert/conversion.py: _add_defaults": 20,
     "convert/conversion.py: _remove_contradictions": 20,
