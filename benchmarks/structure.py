@@ -1,15 +1,18 @@
 """The size and shape of the package, before and after: `python benchmarks/structure.py [REVISION ...]`.
 
-Counts for each git revision, and for the working tree last: files and lines, small files, names used twice, long lines,
-functions with a single caller, functions that refuse something, what an import of `training/loop.py` loads, the files
+Counts for each git revision, and for the working tree last: tokens, and for 1,000 lines of code ternaries,
+comprehensions and tuple assignments; cyclomatic numbers of functions; files and lines, small files, names used twice,
+long lines, functions with a single caller, functions that refuse something, what `training/loop.py` loads, the files
 and lines of a step (those that docs/design.md names in "The life of a step"), and in how many files five recipe keys
 are mentioned. Reads the sources as text; nothing is imported.
 """
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -55,7 +58,7 @@ def measure(read: Sources) -> dict[str, int]:
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     callers = count_callers(trees.values())
-    return {
+    return measure_grain(sources, nodes) | {
         "files": len(sources),
         "lines": sum(len(text.splitlines()) for text in sources.values()),
         f"files under {SMALL_LINES} lines": sum(len(sources[path].splitlines()) < SMALL_LINES for path in sources),
@@ -79,6 +82,45 @@ def measure(read: Sources) -> dict[str, int]:
             for key, names in SPREAD.items()
         },
     }
+
+
+CODE_TOKENS = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def measure_grain(sources: Sources, nodes: Iterable[ast.AST]) -> dict[str, int]:
+    """How dense the code is: its tokens, what a line and a function hold of them."""
+    tokens, lines, named_found = 0, 0, 0
+    for text in sources.values():
+        of_file = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type in CODE_TOKENS]
+        tokens += len(of_file)
+        lines += len({token.start[0] for token in of_file})
+        named_found += sum(token.string == "found" for token in of_file)
+    kinds: Counter[str] = Counter()
+    cyclomatic = []
+    for node in nodes:
+        kinds["ternaries"] += isinstance(node, ast.IfExp)
+        kinds["comprehensions"] += isinstance(node, COMPREHENSIONS)
+        kinds["tuple assignments"] += _assigns_tuple(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            cyclomatic.append(1 + sum(isinstance(inner, BRANCHES) for inner in ast.walk(node)))
+    cyclomatic.sort()
+    percentiles = {f"cyclomatic number, p{p}": cyclomatic[len(cyclomatic) * p // 100] for p in (50, 90, 99)}
+    return {
+        "tokens": tokens,
+        "tokens for 10 lines of code": round(10 * tokens / lines),
+        **{f"{kind} for 1,000 lines": round(1000 * number / lines) for kind, number in kinds.items()},
+        **percentiles,
+        "functions over 10": sum(number > 10 for number in cyclomatic),
+        "functions over 15": sum(number > 15 for number in cyclomatic),
+        "`found` as a name": named_found,
+    }
+
+
+def _assigns_tuple(node: ast.AST) -> bool:
+    """Whether it assigns several values in one statement."""
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
 
 
 def files_of_a_step(page: str, sources: Sources) -> set[str]:

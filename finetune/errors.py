@@ -6,6 +6,7 @@ reads it any more (a closed pipe, a lost terminal), it is dropped and the work c
 """
 
 import atexit
+import errno
 import logging
 import os
 import re
@@ -35,6 +36,8 @@ PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 NOISY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 STYLES = {"bold": "\033[1m", "dim": "\033[2m"}
 BETWEEN_BARS = re.compile(r"\n*(?:\x1b\[A)*")  # all that tqdm writes to move from one of its bars to another
+
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a full disk, and one that became read-only
 
 
 class UserError(Exception):
@@ -176,6 +179,12 @@ def exit_code(main: Callable[[], object]) -> int:
             _say("interrupted")
         return EXIT_INTERRUPTED
     except Exception as fault:
+        if isinstance(fault, OSError) and fault.errno in DISK_FAULTS:
+            _say(
+                f"{fault.filename or 'a file'}: cannot be written ({fault.strerror}); make room, or let it be written, "
+                "and start the same command again: it continues from what was saved"
+            )
+            return EXIT_USER_ERROR
         _print_fault(fault, rank)
         return EXIT_FAULT
     except BaseException as fault:

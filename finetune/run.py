@@ -65,7 +65,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
     from finetune.session import Session
     from finetune.training.callbacks import load_hooks
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
-    from finetune.training.lifecycle import finish, is_finished, leave_ranks
+    from finetune.training.lifecycle import finish, is_finished, leave_ranks, try_folder
     from finetune.training.loop import train
     from finetune.training.objectives.policy import try_rewards
     from finetune.training.screens import print_plan
@@ -74,6 +74,8 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
     with Session(recipe, sharding, saves=not dry_run) as session:
         data, world = session.data, session.world
         if dry_run:
+            try_folder(session.recipe, world)
+            session.check_model()
             if recipe.method_facts.samples:
                 try_rewards(session.recipe, world, data)
             return print_plan(session.recipe, world, data) if world.is_main else None

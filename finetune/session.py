@@ -39,10 +39,11 @@ from finetune.distributed.world import RankGroup
 from finetune.errors import UserError, set_library_environment
 from finetune.export.export import export_run
 from finetune.export.logits import check_streamed_logits
-from finetune.models.load import ModelSize, load_model, trains_tower
+from finetune.models.load import ModelSize, build_model, build_teacher, is_here, load_model, trains_tower
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.lora import seed_of
 from finetune.models.probe import check_training_forward
+from finetune.models.reach import BlankDocument
 from finetune.optim.optimizers import build_optimizer
 from finetune.plan.architecture import find_local_facts
 from finetune.training.callbacks import Hooks
@@ -50,7 +51,7 @@ from finetune.training.evaluate import SAMPLE_TOKENS, answer
 from finetune.training.lifecycle import fix_template_date, make_objectives, open_run_folder, prompt_ids, start_run
 from finetune.training.objectives.distill import read_teacher_facts
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives
-from finetune.training.objectives.policy import PolicyObjective
+from finetune.training.objectives.policy import PolicyObjective, check_rewards
 from finetune.training.reference import evaluating
 from finetune.training.screens import check_offload_dir, explain_out_of_memory
 from finetune.training.step import clip_and_update, forward_backward, handle_nonfinite, make_guard, set_learning_rate
@@ -180,6 +181,8 @@ class Session:
         if recipe.data.datasets:
             self._data = prepare_data(recipe, self.tokenizer, self.world.data_parallel)
             recipe = self._data.complete_recipe(recipe)
+            if recipe.rollout.rewards or recipe.rollout.tools:
+                check_rewards(recipe, self.world, self._data)
         self.recipe, self.progress = recipe, Progress()
         self._backward: list[tuple[StepBatch, Measured]] = []  # since the last update
         self._is_resumed = False
@@ -236,7 +239,8 @@ class Session:
         recipe, world, data, folder = self.recipe, self.world, self._data, self._folder
         keys = recipe.quantization, recipe.optimization, self._vocabulary, recipe.quantization_aware
         with self.computing():
-            model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
+            images = self._blank_document
+            model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys, blank_document=images)
             if data is not None and data.report.is_complete and data.images is None and trains_tower(model):
                 raise UserError(
                     "trainable_modules: names parts of the model that only images reach, and no row holds one; "
@@ -247,6 +251,25 @@ class Session:
             objectives = data and make_objectives(model, recipe, data, self.inputs, self.signals, world, folder)
         return Loaded(model, size, optimizer, objectives or None)
 
+    def check_model(self) -> None:
+        """What loading the model and its teacher would find wrong with files and keys, by the headers of the weights.
+
+        Nothing is downloaded for it: what is not on this machine is not looked at. Raises `UserError`.
+        """
+        recipe, images = self.recipe, self._blank_document
+        keys = recipe.quantization, recipe.optimization, self._vocabulary
+        if is_here(recipe.model):
+            build_model(recipe.model, recipe.lora, recipe.run.seed, self.world, *keys, blank_document=images)
+        if recipe.teacher is not None and is_here(recipe.teacher):
+            build_teacher(recipe, self.world)
+
+    @property
+    def _blank_document(self) -> BlankDocument | None:
+        """Of a small image, for a model whose rows may hold images; None where none holds one."""
+        data = self._data
+        has_images = data is None or not data.report.is_complete or data.images is not None
+        return self.tokenizer.images.make_blank_document if has_images else None
+
     @property
     def model(self) -> nn.Module:
         """The model, sharded over the ranks."""
@@ -256,7 +279,10 @@ class Session:
     def _saver(self) -> Saver:
         loaded = self._loaded
         keys = self.folder, loaded.model, loaded.optimizer, self.world, self.recipe, self.tokenizer, self.inputs
-        return Saver(*keys, *([loaded.objectives.training.describe_files] if loaded.objectives else []))
+        options: dict[str, Any] = {"carried_bytes": loaded.size.carried_bytes}
+        if loaded.objectives is not None:
+            options["describe_files"] = loaded.objectives.training.describe_files
+        return Saver(*keys, **options)
 
     @cached_property
     def _guard(self) -> Any:
@@ -322,7 +348,10 @@ class Session:
             raise
 
     def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
-        """The labels' in each of this rank's micro-batches, fp32[trained positions]; without dropout and gradients."""
+        """Returns the log-probability of every label, one fp32 tensor for each micro-batch of this rank.
+
+        Runs without dropout or gradients.
+        """
         with evaluating(self.model), self.computing():
             each = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
             return [self.model(**one.inputs, head_function=head_log_probabilities) for one in each]

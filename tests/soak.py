@@ -6,15 +6,17 @@ said, and keeps that run's folder. Runs are many times faster in memory (TMPDIR=
 state on a disk.
 
 A long soak is done in parts: `--counts benchmarks/results/soak/soak.json` adds its counts to those of the parts before,
-under the next seed.
+under the next seed. `--page docs/checkpoints.md` writes the table of these counts into the page, and does nothing else.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import mmap
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -23,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -35,11 +37,31 @@ import psutil
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from finetune.export import reload_process  # noqa: E402
-from tests.checkpoint.faults import LAYOUTS, RECIPES, Setup  # noqa: E402
+from tests.checkpoint.disk import unmount_below  # noqa: E402
+from tests.checkpoint.faults import KINDS, LAYOUTS, Setup  # noqa: E402
 from tests.checkpoint.soaking import faults_in, soak  # noqa: E402
 from tests.forked_ranks import import_all  # noqa: E402
 from tests.warm_processes import start_server, warm_reload  # noqa: E402
 
+MARKS = ("<!-- soak -->", "<!-- /soak -->")
+BETWEEN_MARKS = re.compile(f"{MARKS[0]}.*?{MARKS[1]}", re.DOTALL)
+# What a line of the table counts -> the kinds of faults in it; the first that matches.
+GROUPS = (
+    ("killed in an image: a copy of the folder while all ranks stood still", "^killed in an image"),
+    ("killed: the launcher of `finetune launch` alone", "^killed: the launcher"),
+    ("killed: all processes of `finetune launch`", "^killed: all ranks.*by the launcher"),
+    ("killed: all ranks, or one", "^killed"),
+    ("preempted under `finetune launch`", "^preempted.*by the launcher"),
+    ("preempted: all ranks, or one", "^preempted"),
+    ("disk full, for good or for a while", "^disk full"),
+    ("folder read-only under the run", "read-only"),
+    ("rollouts.jsonl edited or swapped", "rollouts"),
+    ("checkpoint damaged", "^damaged"),
+    ("token cache or reference pass damaged", "^(token cache|reference)"),
+    ("metrics.jsonl doubled, cut or unreadable", "^metrics"),
+    ("samples.jsonl or completions.jsonl cut", "^(samples|completions)"),
+    ("input edited", "^edited"),
+)
 OPTIMIZERS = ("adamw_bf16_moments", "adamw_torch_fused", "adamw_torch", "adamw_8bit")
 TABLES = ("kinds", "recipes", "layouts")
 
@@ -49,18 +71,26 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, help="default: 0, or with --counts the first that it does not have")
     parser.add_argument("--workers", type=int, default=2, help="stories at the same time")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="of recipes; default: all")
     parser.add_argument("--minutes", type=float, default=1e6)
-    parser.add_argument("--launcher", type=float, default=0.02, help="share of lives that `finetune launch` starts")
+    parser.add_argument("--launcher", type=float, default=0.08, help="share of lives that `finetune launch` starts")
     parser.add_argument("--scratch", type=Path, default=Path("/var/tmp"), help="a folder on a disk, for nvme")
     parser.add_argument(
         "--counts", type=Path, help="a JSON file with the counts of earlier parts, to which these are added"
     )
+    parser.add_argument("--page", type=Path, help="a page with a place for the table of --counts")
     options = parser.parse_args()
+    if options.page is not None:
+        text = options.page.read_text(encoding="utf-8")
+        table = make_table(json.loads(options.counts.read_text()))
+        options.page.write_text(BETWEEN_MARKS.sub(lambda _: f"{MARKS[0]}\n{table}{MARKS[1]}", text), encoding="utf-8")
+        return
     known = json.loads(options.counts.read_text()) if options.counts and options.counts.exists() else {}
     if options.seed is None:
         options.seed = len(known.get("seeds", {}))
     root, started = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic()
     import_all()
+    import_more()
     del vars(sys.modules["__main__"])["__file__"]  # else each process of the server would run this file's imports
     start_server()
     vars(forkserver._forkserver)["ensure_running"] = lambda: None  # a forked rank uses it, and is not its parent
@@ -82,7 +112,23 @@ def main() -> None:
     print(json.dumps(part))
     if part["lost"] or part["silent"] or any(ended):
         sys.exit(1)
+    unmount_below(root)
     shutil.rmtree(root, ignore_errors=True)
+
+
+def import_more() -> None:
+    """What runs with images and runs that sample import besides."""
+    import transformers.models.clip.image_processing_pil_clip
+    import transformers.models.clip.modeling_clip
+    import transformers.models.llava.modeling_llava
+    import transformers.models.llava.processing_llava  # noqa: F401
+
+    import finetune.data.images
+    import finetune.models.vision
+    import finetune.training.objectives.policy  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def open_export(warm: Any, *arguments: Any, **options: Any) -> Any:
@@ -119,6 +165,28 @@ def add(known: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def make_table(counts: dict[str, Any]) -> str:
+    """The counts of a soak for people: faults by kind, of which none was lost or silent where both are 0."""
+    rows = {name: 0 for name, _ in GROUPS}
+    for kind, number in counts["kinds"].items():
+        group = next((name for name, pattern in GROUPS if re.search(pattern, kind)), None)
+        if group is not None:
+            rows[group] += number
+    each = "0" if counts["lost"] == counts["silent"] == 0 else ""  # which of them were lost is in the soak's own output
+    lives = counts["kinds"].get("lives", 0)
+    launched = counts["kinds"].get("lives by the launcher", 0)
+    ends = f"{counts['kinds'].get('stories finished', 0):,}"
+    recipes = ", ".join(f"{name} {number:,}" for name, number in sorted(counts["recipes"].items()))
+    layouts = ", ".join(f"{name} {number:,}" for name, number in sorted(counts["layouts"].items()))
+    return (
+        f"| {counts['faults']:,} faults | | lost | silent |\n|---|---|---|---|\n"
+        + "".join(f"| {name} | {number:,} | {each} | {each} |\n" for name, number in rows.items() if number)
+        + f"| all | {counts['faults']:,} | {counts['lost']:,} | {counts['silent']:,} |\n\n"
+        f"In {lives + launched:,} starts, {launched:,} of them by `finetune launch`, and {ends} runs that came to their ends, from "
+        f"{len(counts['seeds'])} seeds. By recipe: {recipes}. By layout: {layouts}.\n"
+    )
+
+
 def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memoryview) -> int:
     """A process with its share of the stories. Leaves its counts in `root`/worker<N>.json, the number of faults in `done`."""
     process = os.fork()
@@ -131,7 +199,9 @@ def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memo
         return sum(done) >= options.faults or time.monotonic() > ends
 
     try:
-        mine = itertools.islice(setups(root, options.scratch, options.seed), worker, None, options.workers)
+        mine = itertools.islice(
+            setups(root, options.scratch, options.seed, options.kinds), worker, None, options.workers
+        )
         chance = random.Random(options.seed + worker)
         soak(mine, chance, is_enough, options.launcher, root / f"worker{worker}.json")
         code = 0
@@ -141,20 +211,25 @@ def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memo
         os._exit(code)
 
 
-def setups(root: Path, scratch: Path, seed: int) -> Iterator[Setup]:
-    """Every layout with every kind of recipe, again and again in another order, each in a folder of its own."""
+def setups(root: Path, scratch: Path, seed: int, kinds: Sequence[str]) -> Iterator[Setup]:
+    """Every kind of recipe in one layout after another, again and again in another order, each in a folder of its own."""
     chance = random.Random(seed)
-    pairs = [(layout, kind) for layout in LAYOUTS for kind in RECIPES]
-    for number in itertools.count():
-        if number % len(pairs) == 0:
-            chance.shuffle(pairs)
-        layout, kind = pairs[number % len(pairs)]
+    for number, (kind, layout) in enumerate(_pairs(kinds, chance)):
         streaming, asynchronous, exports = (chance.random() < share for share in (0.3, 0.5, 0.5))
         limit, optim = chance.choice((1, 2, 3, None)), chance.choice(OPTIMIZERS)
         folder = root / f"setup{number}"
         yield Setup(
             folder, scratch / f"{root.name}-{number}", layout, kind, optim, streaming, asynchronous, limit, exports
         )
+
+
+def _pairs(kinds: Sequence[str], chance: random.Random) -> Iterator[tuple[str, str]]:
+    """Every kind with every layout, without end: all kinds have had a layout before one has another."""
+    while True:
+        left = {kind: chance.sample(list(LAYOUTS), len(LAYOUTS)) for kind in kinds}
+        for _ in LAYOUTS:
+            for kind in chance.sample(kinds, len(kinds)):
+                yield kind, left[kind].pop()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from finetune.errors import CleanStream, UserError
+from finetune.files.json_files import append_json_lines
+from finetune.files.run_files import drop_later_lines
 from finetune.training.metrics import MetricsLog
 
 LOSSES = (5.0, 4.0, float("nan"), 3.0, 2.5, 2.0)
@@ -65,6 +67,21 @@ def test_doubled_unreadable_and_missing_lines_are_said_and_the_doubled_ones_repa
     path.unlink()
     MetricsLog(path, 9, 6).close()
     assert "no line for the steps 1 to 6; the report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "completions.jsonl"])
+def test_a_resume_keeps_the_bytes_of_the_lines_that_it_keeps(name: str, tmp_path: Path) -> None:
+    """Whatever wrote them: text as it is, a lone surrogate as its escape, spaces, the order of the keys."""
+    path = tmp_path / name
+    append_json_lines(path, [{"step": step, "text": f"Größe {step} \ud800 \u2028"} for step in range(1, 4)])
+    odd = b'{"text":"\\u00fc",   "step": 2.0e0, "step":2}\n'
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*whole[:2], odd, whole[2], b'{"step": 4, "te']))
+    drop_later_lines(path, 2)
+    assert path.read_bytes() == b"".join([*whole[:2], odd])
+    path.write_bytes(whole[0].rstrip(b"\n"))
+    drop_later_lines(path, 1)
+    assert path.read_bytes() == whole[0]
 
 
 def test_a_full_disk_neither_ends_the_run_nor_loses_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 import finetune
 from tests.ranks import ROOT, environment, free_port, run_command
 from tests.training.layouts import steps_of, write_config
 
+nbformat = pytest.importorskip("nbformat")
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 

@@ -14,11 +14,6 @@ from finetune.config.schedules import SCHEDULES
 from tests.ranks import ROOT
 
 PACKAGE = ROOT / "finetune"
-# Keys with their types, defaults and help, and tables of rules: as long as what they list.
-AS_LONG_AS_THEIR_ROWS = (
-    "config/schema.py", "config/accelerate_file.py", "config/model_rules.py", "config/recipe_rules.py",
-    "config/other_tools.py",
-)  # fmt: skip
 
 
 def first_line(path: Path) -> str:
@@ -49,9 +44,46 @@ def test_no_file_name_is_used_twice() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_no_file_is_a_maze() -> None:
-    long = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert {path: lines for path, lines in long.items() if lines > 450 and path not in AS_LONG_AS_THEIR_ROWS} == {}
+BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension)
+MOST_BRANCHES = 15
+# Functions that are still to be taken apart, with their branches: none is added, and none grows.
+MAZES = {
+    "checkpoint/resume.py: _read_fingerprints": 16,
+    "config/accelerate_file.py: read_file": 21,
+    "convert/conversion.py: _set": 17,
+    "convert/conversion.py: _add_defaults": 20,
+    "convert/conversion.py: _remove_contradictions": 20,
+    "convert/objectives.py: adapt_preferences": 20,
+    "convert/rules.py: _adapt_automodel": 17,
+    "data/inspect.py: inspect_command": 18,
+    "data/messages.py: _parse_message": 19,
+    "data/preferences.py: _read_messages": 16,
+    "data/render.py: render_turns": 16,
+    "data/render.py: _find_dropped": 22,
+    "data/tokenize.py: render_group": 16,
+    "data/tokenize.py: _render_batch": 20,
+    "data/tokenize.py: tokenize": 20,
+    "export/formats/gguf_export.py: _plan_adapter": 17,
+    "export/formats/gguf_tokenizer.py: describe_tokenizer": 17,
+    "init/new_recipe.py: fit_recipe": 16,
+    "plan/activations.py: _attention": 18,
+    "plan/state.py: list_state_tensors": 26,
+    "report/charts.py: _make_chart": 18,
+    "training/callbacks.py: load_hooks": 16,
+    "training/screens.py: first_screen": 21,
+}
+
+
+def test_no_function_is_a_maze() -> None:
+    mazes = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                branches = 1 + sum(isinstance(inner, BRANCHES) for inner in ast.walk(node))
+                if branches > MOST_BRANCHES:
+                    mazes[f"{path.relative_to(PACKAGE)}: {node.name}"] = branches
+    assert {name: count for name, count in mazes.items() if count > MAZES.get(name, 0)} == {}
+    assert MAZES.keys() <= mazes.keys(), f"no mazes any more: {sorted(MAZES.keys() - mazes.keys())}"
 
 
 def test_every_file_says_what_it_is() -> None:

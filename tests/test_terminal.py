@@ -1,5 +1,6 @@
 """Text that others chose never steers the terminal that shows it; our own bars and colors do."""
 
+import errno
 import io
 import json
 import os
@@ -122,3 +123,18 @@ def test_bars_still_move_and_messages_do_not() -> None:
 
 def controls(text: str) -> set[str]:
     return set(re.findall(r"\x1b\[.|[\x00-\x1a]", text))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_cannot_be_written_is_a_sentence_wherever_it_shows(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever writes: each place of its own would be forgotten somewhere, as finished.json was."""
+
+    def fail() -> None:
+        raise OSError(number, os.strerror(number), "run/finished.json")
+
+    assert exit_code(fail) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"run/finished.json: cannot be written ({os.strerror(number)}); make room")
+    assert len(said.splitlines()) == 1

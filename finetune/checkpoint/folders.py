@@ -203,11 +203,13 @@ def refuse_small_disk(
     checkpoint_bytes: int,
     parameters: int,
     steps_per_epoch: int | None = None,
+    carried_bytes: int = 0,
 ) -> None:
     """Raises `UserError` where the disk under `run_folder` cannot hold what the run will write there.
 
     That is one checkpoint more than are kept, since an old one is removed after the new one is published; and the
-    export, in the dtype that `finetune export` will choose, with the space that it keeps free.
+    export, in the dtype that `finetune export` will choose, with what it carries over from the base, and the space
+    that it keeps free.
     """
     keys = recipe.checkpoint
     every = steps_per_epoch if keys.save_strategy == "epoch" else count_steps(keys.save_steps, steps)
@@ -217,7 +219,8 @@ def refuse_small_disk(
     name = recipe.model.model_name_or_path
     base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
     dtype = choose_dtype(keys.export_dtype, base, getattr(torch, recipe.model.dtype))
-    export = parameters * dtype.itemsize * len(keys.export_formats) if keys.export_at_end else 0  # at most
+    of_format = parameters * dtype.itemsize + carried_bytes
+    export = of_format * len(keys.export_formats) if keys.export_at_end else 0  # at most
     spare = EXPORT_SPARE_BYTES if export else 0
     needed, free = new * checkpoint_bytes + export + spare, shutil.disk_usage(run_folder).free
     if needed > free:

@@ -28,6 +28,7 @@ from finetune.checkpoint.save import unwrap_optimizer
 from finetune.checkpoint.shards import (
     get_model_state,
     get_optimizer_state,
+    names_beside_text,
     read_shards,
     select_tensors,
     set_model_state,
@@ -48,7 +49,8 @@ from finetune.files import durable
 from finetune.files.json_files import load_json, read_json_object
 from finetune.files.network import find_local_folder
 from finetune.files.tensors import hash_weights
-from finetune.models.load import weights_folder
+from finetune.models.carried import hash_tensors
+from finetune.models.load import read_carried, weights_folder
 
 BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}  # without effect on a run
 
@@ -70,6 +72,7 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "config": (OF_MODEL, "model_name_or_path: the same name is given, but its config.json has changed"),
     "base": (OF_MODEL, f"model_name_or_path: {STARTED}"),
+    "carried": (OF_MODEL, "model_name_or_path: the same name is given, but what an export carries over has changed"),
     "adapter": (("adapter_name_or_path",), f"adapter_name_or_path: {STARTED}"),
     "metrics": (("metrics",), "metrics: the same functions are named, but their files have changed"),
     "rewards": (("rewards",), "rewards: the same functions are named, but their files have changed"),
@@ -82,9 +85,10 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
 def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData | None, world: World) -> dict[str, str]:
     """A hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
 
-    Every byte of a base under LoRA, of a base that is the reference, and of a teacher is read.
+    Every byte of a base under LoRA, of a base that is the reference, and of a teacher is read; of others, what an
+    export carries over.
     """
-    for model in (recipe.model if _is_base_read(recipe) else None, recipe.teacher):
+    for model in (recipe.model, recipe.teacher):
         if model is not None and model.model_name_or_path is not None:
             weights_folder(model)  # a hub's are downloaded first, on every node
     found: dict[str, str] = RankGroup(world).on_main(lambda: _read_fingerprints(recipe, tokenizer, data))
@@ -140,6 +144,9 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
         found["config"] = _hash_config(base)
         if _is_base_read(recipe):
             found["base"] = hash_weights(base)
+        else:
+            carried = read_carried(recipe.model)
+            found["carried"] = hash_tensors(carried) if carried else None
     if recipe.lora.adapter_name_or_path is not None:
         adapter = find_adapter(recipe.lora.adapter_name_or_path)
         found["adapter"] = hash_weights(adapter)
@@ -229,7 +236,7 @@ def load_start(start: Path | None, model: torch.nn.Module, optimizer: torch.opti
     weights, moments = get_model_state(model, optimizer), get_optimizer_state(model, optimizer)
     with torch.no_grad():
         read_shards(weights, MODEL, start, world)
-        read_shards(select_tensors(moments), OPTIMIZER, start, world)
+        read_shards(select_tensors(moments), OPTIMIZER, start, world, names_beside_text(model))
     set_model_state(model, weights)
     set_optimizer_state(model, optimizer, moments)
     progress = read_progress(start)

@@ -1,5 +1,6 @@
 """Saving a checkpoint: every rank writes its shards, rank 0 publishes the folder; blocking, or in a thread."""
 
+import copy
 import json
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ from finetune.checkpoint.shards import (
     list_shards,
     record_event,
     refuse_different_replicas,
+    reserve_on_host,
     select_tensors,
 )
 from finetune.config.reader import to_dict
@@ -61,6 +63,7 @@ class Saver:
         tokenizer: PreTrainedTokenizerBase,
         inputs: Mapping[str, str] | None = None,
         describe_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},  # of the method, after so many steps
+        carried_bytes: int = 0,  # of the base, which the export will hold beside the model
     ) -> None:
         self.run_folder, self.model, self.optimizer = run_folder, model, unwrap_optimizer(optimizer)
         self.world, self.recipe, self.inputs = world, recipe, inputs or {}
@@ -71,6 +74,7 @@ class Saver:
         self._ranks = RankGroup(world, group)
         self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
         self._describe_files = describe_files
+        self._carried_bytes = carried_bytes
         self._files: Mapping[str, bytes] = {}  # of the running save
         self._host_copies: dict[str, torch.Tensor] = {}  # overwritten by every async save
         self._thread: threading.Thread | None = None
@@ -140,13 +144,21 @@ class Saver:
         had_state = bool(self.optimizer.state)
         shards = [shard for shard in self._shards() if shard.is_first_copy]
         size = self._stage(Progress(), shards, is_published=False)
-        if not had_state:  # torch has made the moments in order to name them, at its step 1
+        if self.is_async:
+            self._reserve(list(shards))
+        if not had_state:  # made in order to be named; its memory is free again until the first update
             self.optimizer.state.clear()
-        parameters = self._count_parameters()
-        self._ranks.on_main(
-            lambda: refuse_small_disk(self.run_folder, self.recipe, steps, size, parameters, steps_per_epoch)
-        )
+        keys = steps, size, self._count_parameters(), steps_per_epoch, self._carried_bytes
+        self._ranks.on_main(lambda: refuse_small_disk(self.run_folder, self.recipe, *keys))
         return size
+
+    def _reserve(self, shards: list[TensorShard]) -> None:
+        """Starts to allocate the host's copies: the first save would stop training for it."""
+        self._is_copied.set()
+        self._thread = threading.Thread(
+            target=reserve_on_host, args=(shards, self._host_copies), daemon=True, name="reserve"
+        )
+        self._thread.start()
 
     def _count_parameters(self) -> int:
         """The whole model's. All ranks call it."""
@@ -255,7 +267,7 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
         if getattr(plain, "generation_config", None) is not None:
             plain.generation_config.save_pretrained(made)
         if recipe.lora.use_peft:
-            plain.peft_config["default"].save_pretrained(made)
+            _in_order(plain.peft_config["default"]).save_pretrained(made)
         tokenizer.save_pretrained(made)
         base = recipe.model.model_name_or_path
         base_folder = find_local_folder(base, recipe.model.model_revision) if base else None
@@ -271,6 +283,15 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
                     shutil.copyfile(path, made / path.name)
         add_token_ids(made / GENERATION_FILE, recipe.model, tokenizer)
         return {f"{MODEL}/{path.name}": path.read_bytes() for path in sorted(made.iterdir())}
+
+
+def _in_order(config: Any) -> Any:
+    """An adapter's config with lists in place of sets, which peft writes in another order in each process."""
+    config = copy.copy(config)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, set):
+            setattr(config, name, sorted(value))
+    return config
 
 
 def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,7 +7,7 @@ HuggingFaceStorageWriter(save_distributed=True); its reader opens them too.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,13 +32,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.checkpoint.manifest import MODEL
 from finetune.config.module_names import is_adapter
-from finetune.distributed.model_parts import local_part, tied_names, unwrap
+from finetune.distributed.model_parts import local_part, text_names, tied_names, unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import TENSOR, RankGroup, World, gather_json
 from finetune.errors import UserError
 from finetune.files.tensors import header_bytes, read_folder, read_slice
 from finetune.models.quantized_layers import CODES, SCALES, quantized_layers
 from finetune.optim.offload import OffloadedOptimizer, OffloadedTensor, allocate_aligned
+from finetune.optim.optimizers import complete_state
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -98,15 +99,26 @@ def copy_to_host(
         if stream is not None:
             stream.wait_event(event)
         for shard in shards:
-            name, tensor = f"{shard.part}/{shard.name}", shard.tensor
-            copy = copies.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = copies[name] = allocate_on_host(tensor)
-            copy.copy_(tensor, non_blocking=True)
+            copy = _find_copy(shard, copies)
+            copy.copy_(shard.tensor, non_blocking=True)
             copied.append(replace(shard, tensor=copy))
     if stream is not None:
         stream.synchronize()
     return copied
+
+
+def reserve_on_host(shards: list["TensorShard"], copies: dict[str, torch.Tensor]) -> None:
+    """Allocates what `copy_to_host` will copy into, and lets go of one tensor after another."""
+    while shards:
+        _find_copy(shards.pop(), copies)
+
+
+def _find_copy(shard: "TensorShard", copies: dict[str, torch.Tensor]) -> torch.Tensor:
+    name = f"{shard.part}/{shard.name}"
+    copy = copies.get(name)
+    if copy is None or copy.shape != shard.tensor.shape or copy.dtype != shard.tensor.dtype:
+        copy = copies[name] = allocate_on_host(shard.tensor)
+    return copy
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -146,9 +158,10 @@ def get_model_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state, flat: `state.<parameter>.exp_avg` and so on, and `param_groups.…`."""
+    """The optimizer's state of all that is trained, flat: `state.<parameter>.exp_avg` and `param_groups.…`."""
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.moments()
+    complete_state(optimizer)
     with optimizer_state_without_pickles():
         state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     return state
@@ -231,20 +244,38 @@ def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
                 yield chunk.cpu().view(torch.uint8).numpy().data
 
 
-def read_shards(state: Mapping[str, Any], part: str, checkpoint: Path, world: World) -> None:
+def names_beside_text(model: torch.nn.Module) -> frozenset[str]:
+    """The parameters of a vision-language model that no text reaches."""
+    plain = unwrap(model)
+    text = tuple(map(clean_tensor_name, text_names(plain)))
+    names = (clean_tensor_name(name) for name, _ in plain.named_parameters())
+    return frozenset(name for name in names if not name.startswith(text))
+
+
+def read_shards(
+    state: Mapping[str, Any], part: str, checkpoint: Path, world: World, optional: Collection[str] = ()
+) -> None:
     """Fills this rank's shards of `state` from the checkpoint's `part`, by name and shape. All ranks call it.
 
-    Raises `UserError`, before anything is read, where they are not.
+    Args:
+        state: Of `get_model_state`, or the tensors of `get_optimizer_state`.
+        optional: Parameters whose optimizer state the checkpoint may lack, or have while they are not trained here.
+            Earlier versions trained what no image reaches: most layouts kept no state for it, FSDP1 did.
+
+    Raises:
+        UserError: Names or shapes are others. Nothing has been read then.
     """
     has_files = any((checkpoint / part).glob("*.safetensors"))  # an optimizer without state (SGD) leaves none
     stored, stages = read_folder(checkpoint / part) if has_files or part == MODEL else {}, world.stages
     shards = list_shards(state, part, stages)
     known = state.keys() if stages == 1 else {name for names in world.gather(sorted(state)) for name in names}
-    missing, left = sorted(known - stored.keys()), sorted(stored.keys() - known)
+    missing = _without(optional, known - stored.keys(), stored.keys())
+    left = _without(optional, stored.keys() - known, known)
     if missing or left:
         named = f"it lacks {missing[0]}" if missing else f"there is no {left[0]} here"
         what = "from a different model" if part == MODEL else "with a different optimizer or model"
         raise UserError(f"{checkpoint}: saved {what}: {named} ({len(missing)} missing, {len(left)} unexpected)")
+    shards = [shard for shard in shards if shard.name in stored]
     for shard in shards:
         if stored[shard.name].shape != shard.shape:
             raise UserError(
@@ -257,6 +288,20 @@ def read_shards(state: Mapping[str, Any], part: str, checkpoint: Path, world: Wo
         # torchao quantizes what is copied into its tensors, from fp32 on the same device.
         own = values.to(shard.tensor.device, torch.float32) if is_quantized(shard.tensor) else values
         shard.tensor.copy_(own)
+
+
+def _without(optional: Collection[str], names: Collection[str], others: Collection[str]) -> list[str]:
+    """`names` of an optimizer's state, sorted, but for those of `optional` parameters of which `others` has none.
+
+    >>> _without({"a"}, {"state.a.step", "state.b.step"}, set()), _without({"a"}, {"state.a.step"}, {"state.a.exp_avg"})
+    (['state.b.step'], ['state.a.step'])
+    """
+    kept = {_parameter_of(name) for name in others}
+    return sorted(name for name in names if _parameter_of(name) not in optional or _parameter_of(name) in kept)
+
+
+def _parameter_of(name: str) -> str:
+    return name.removeprefix("state.").rpartition(".")[0]
 
 
 def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:

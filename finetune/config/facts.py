@@ -155,7 +155,9 @@ def refuse_wrong_values(config: Any, name: str) -> None:
     problems = []
     for key, largest in {**LARGEST_SIZES, **LARGEST_COUNTS}.items():
         value = config.get(key)
-        least = 0 if key in LARGEST_COUNTS else 1
+        # Under latent attention head_dim is the rotated part of a key, and GLM-5-Next rotates none.
+        may_be_zero = key in LARGEST_COUNTS or (key == "head_dim" and config.get("qk_rope_head_dim") == 0)
+        least = 0 if may_be_zero else 1
         if value is not None and not _is_whole(value, least, largest) and not _are_sizes(value):
             problems.append(f"{name}: {key}: {_shorten(value)}: a whole number from {least} to {largest:,} is expected")
     for key, (kinds, expected) in KINDS.items():

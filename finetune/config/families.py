@@ -68,7 +68,6 @@ class Family:
     masks_documents: Literal["by_transformers", "here"] | None = None
     drops_arguments: bool = False  # whether its layers do not hand attention the arguments of the model's forward
     recurrence: Recurrence | None = None  # None: no layer carries a state from token to token, or none that is known
-    multiplies_logits: bool = False  # by logits_scaling, by which the others divide
     is_of_vision: bool = False  # the language model of a vision-language one, without a class of its own
     # Of the model_type of a whole vision-language model; tests/training/test_images.py holds each to transformers' own.
     takes_images: bool = False
@@ -305,7 +304,6 @@ FAMILIES: Mapping[str, Family] = {
     "llama4_text": Family(unadaptable=("router",)),
     "deepseek_v2": Family(mixture=SHARED_EXPERTS),
     "granitemoe": Family(mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size")),
-    **dict.fromkeys(("hyperclovax", "hyperclovax_vision_v2"), Family(multiplies_logits=True)),
     # Whole vision-language models.
     "gemma3": Family(takes_images=True, images_see_themselves=True),
     **dict.fromkeys(("gemma4", "glm4v", "glm46v", "idefics3", "internvl", "llava"), WITH_IMAGES),

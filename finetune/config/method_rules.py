@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
 from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, POLICY_LOSSES, RATED, Method, Rollout
 from finetune.config.rule import Case, Rule, all_of, has_ep, has_fp8, has_sp, is_fsdp1, is_set, no_effect
@@ -102,12 +103,36 @@ def _itself(is_so: Callable[[Case], bool]) -> Callable[[Case], bool]:
     return lambda case: is_so(case) and case["vllm_server_base_url"] is None
 
 
+def _names_student(case: Case) -> bool:
+    """Whether the teacher is the model that is trained, by its name or folder."""
+    teacher = case["teacher_model_name_or_path"]
+    student = case["model_name_or_path"]
+    if not case.recipe.method_facts.needs_teacher or None in (teacher, student):
+        return False
+    is_one_folder = Path(teacher).is_dir() and Path(student).is_dir() and Path(teacher).samefile(student)
+    is_one_name = teacher == student and case["teacher_model_revision"] == case["model_revision"]
+    return is_one_folder or is_one_name
+
+
+def _differs_from_teacher(case: Case) -> bool:
+    """Whether a student with its teacher's weights learns all the same: what rounding costs, or something else."""
+    is_rounded = case["load_in_4bit"] or case["load_in_8bit"] or case["quantization_aware_training"] is not None
+    learns_more = case["distill_alpha"] < 1 or bool(case["rewards"])
+    return bool(is_rounded or learns_more or case["adapter_name_or_path"] or case["teacher_load_in_4bit"])
+
+
 OFF_POLICY = "the model that learns would not be the one that was sampled, and the probability ratio is no longer 1"
 RULES: tuple[Rule, ...] = (
     Rule(
         name="no teacher", keys=("teacher_model_name_or_path", "method"),
         when=lambda c: c.recipe.method_facts.needs_teacher and not c["teacher_model_name_or_path"],
         message="method: {method} learns from a teacher", advice="set teacher_model_name_or_path",
+    ),
+    Rule(
+        name="a teacher that is the student", keys=("teacher_model_name_or_path", "model_name_or_path"),
+        when=lambda c: _names_student(c) and not _differs_from_teacher(c),
+        message="teacher_model_name_or_path: {teacher_model_name_or_path} is the model that is trained, so that there "
+        "is nothing to learn from it", advice="name another model",
     ),
     *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
     *(_method_key(key.name) for key in fields(Rollout)),

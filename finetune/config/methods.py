@@ -116,8 +116,9 @@ class Rollout:
         "How long each reward may take for what is sampled together, and the tools of a turn; they run in a process "
         "of their own."] = 60.0
     on_bad_reward: Annotated[Literal["error", "zero"], SameOnResume,
-        "What is done where a reward raises, takes too long or is not finite: the run ends, or it is 0 and counted. "
-        "Where a tool takes too long: the run ends, or the model reads so in place of a result."
+        "What is done where a reward raises, takes too long, ends its process or is no finite number: the run ends, or "
+        "it is 0 and counted. Where a tool takes too long or ends its process: the run ends, or the model reads so in "
+        "place of a result."
     ] = "error"
 
     @property
@@ -243,7 +244,7 @@ class Method:
         "What logits are divided by: distill: those of teacher and student; grpo, on_policy_distill: all, in sampling "
         "and in training."] = 1.0
     distill_top_k: Annotated[int | None, Gt(0), SameOnResume,
-        "distill: ask the teacher once, before training: at each trained token its so many likeliest ones are kept in "
+        "distill: ask the teacher once, before training: at each trained token its k likeliest tokens are stored in "
         "files, and the divergence is over them and all others together. null: ask it in each step."] = None
     distill_alpha: Annotated[float, Gt(0), Le(1), SameOnResume,
         "distill: the weight of the divergence; the rest is the weight of the labels' cross entropy."] = 1.0

@@ -144,8 +144,12 @@ INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogona
 COMPARED = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 
 
+LARGEST_RANK = 1 << 16
+RANK_TIMES = 30  # of a rank, as a multiple of the largest in the adapter's file
+
+
 def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
-    """Raises `UserError` unless `config` describes a LoRA adapter."""
+    """Raises `UserError` unless `config` describes a LoRA adapter, of ranks that the file beside it may have."""
     if config.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type: {config.get('peft_type')!r} is not LORA, the only supported kind")
     for key in ("r", "lora_alpha"):
@@ -155,6 +159,23 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
         pattern = config.get(key) or {}
         if not isinstance(pattern, dict) or not all(isinstance(n, int | float) and n > 0 for n in pattern.values()):
             raise UserError(f"{where}: {key}: a mapping of modules to positive numbers is expected")
+    weights = Path(where).with_name(ADAPTER_WEIGHTS)
+    largest = _find_largest_rank(weights) if weights.is_file() else LARGEST_RANK
+    for rank in (config["r"], *(config.get("rank_pattern") or {}).values()):
+        if rank > min(LARGEST_RANK, RANK_TIMES * largest):  # before anything of that size is made
+            raise UserError(
+                f"{where}: r: {rank:,}: its weights have factors of rank {largest:,} at most; copy both files again"
+            )
+
+
+def _find_largest_rank(weights: Path) -> int:
+    """The rows of the largest first factor in an adapter's file; LARGEST_RANK where there is none."""
+    rows = []
+    for name, entry in read_tensor_header(weights)[0].items():
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if name.rpartition(".lora_")[2].startswith(("A", "embedding_A")) and isinstance(shape, list):
+            rows += [size for size in shape[:1] if isinstance(size, int)]
+    return max(rows, default=LARGEST_RANK)
 
 
 def why_unsupported(config: Mapping[str, Any]) -> str | None:

@@ -286,44 +286,75 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
     return checked
 
 
+class _Unfit(ValueError):
+    """A value that its key cannot take; the message is the sentence after the key's name."""
+
+
 def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -> list[str]:
     """Puts the entry's value into `values`, or returns what is wrong with it."""
     value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
-    if key.read_as is not None and value == key.read_as.written and type(value) is type(key.read_as.written):
-        value = key.read_as.meant
     if entry.key in NESTED and isinstance(value, tuple):
         value, problems = _check_sources(value, NESTED[entry.key], entry, folder)
         if problems:
             return problems
     try:
+        values[entry.key] = _read_as(value, entry, key, folder)
+    except _Unfit as error:
+        return [f"{entry.where}: {entry.key}: {error}"]
+    return []
+
+
+def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
+    """The value in the type of the key.
+
+    Raises `_Unfit` where it does not fit, or names what is not there.
+    """
+    if "\\x00" in repr(value):  # wherever it stands in it
+        raise _Unfit("holds a NUL character, which no text and no name has; remove it")
+    if key.read_as is not None and value == key.read_as.written and type(value) is type(key.read_as.written):
+        value = key.read_as.meant
+    try:
         value = _adapter(entry.key, key.section).validate_python(value, strict=True)
     except ValidationError as error:
         also = None if key.read_as is None else key.read_as.written
-        return [
-            f"{entry.where}: {entry.key}: {explain_value(entry.key, value) or what_is_wrong(error, entry.value, also)}"
-        ]
-    if key.is_patterns and (problems := [problem for pattern in value or () if (problem := find_problem(pattern))]):
-        return [f"{entry.where}: {entry.key}: {problem}" for problem in problems]
+        explained = explain_value(entry.key, value)
+        raise _Unfit(explained or what_is_wrong(error, entry.value, also)) from None
+    if key.is_patterns:
+        _check_patterns(value or ())
     if key.is_python_name and value is not None:
-        try:
-            shipped = SHIPPED_REWARDS if entry.key == "rewards" else ()
-            names = (value,) if isinstance(value, str) else value
-            found = tuple(locate(name, folder, shipped) for name in names)
-            value = found[0] if isinstance(value, str) else found
-        except ValueError as error:
-            return [f"{entry.where}: {entry.key}: {error}"]
+        return _locate_functions(value, SHIPPED_REWARDS if entry.key == "rewards" else (), folder)
     if key.is_file_or_name and isinstance(value, str):
-        try:
-            is_inline = any(mark in value for mark in ("\n", "://", "{{", "{%"))  # Jinja text, or an address
-            value = value if is_inline else _located(value, folder)
-            if value is None:
-                return [
-                    f"{entry.where}: {entry.key}: {entry.value}: no such file or folder, here or in the recipe's folder"
-                ]
-        except OSError as error:  # a folder on the way is closed to us, say
-            return [f"{entry.where}: {entry.key}: {entry.value}: cannot be read: {error.strerror or error}"]
-    values[entry.key] = value
-    return []
+        return _locate_file(value, folder)
+    return value
+
+
+def _check_patterns(patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        if problem := find_problem(pattern):
+            raise _Unfit(problem)
+
+
+def _locate_functions(value: str | Sequence[str], shipped: Collection[str], folder: Path) -> str | tuple[str, ...]:
+    """The functions' names, a file's from here or the recipe's folder."""
+    try:
+        if isinstance(value, str):
+            return locate(value, folder, shipped)
+        return tuple(locate(name, folder, shipped) for name in value)
+    except ValueError as error:
+        raise _Unfit(str(error)) from None
+
+
+def _locate_file(value: str, folder: Path) -> str:
+    """A path that exists, or a hub name; Jinja text and an address stay as they are."""
+    if any(mark in value for mark in ("\n", "://", "{{", "{%")):
+        return value
+    try:
+        path = _located(value, folder)
+    except OSError as error:  # a folder on the way is closed to us, say
+        raise _Unfit(f"{value}: cannot be read: {error.strerror or error}") from None
+    if path is None:
+        raise _Unfit(f"{value}: no such file or folder, here or in the recipe's folder")
+    return path
 
 
 def _check_sources(

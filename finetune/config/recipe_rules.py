@@ -171,6 +171,12 @@ REQUIRED: tuple[Rule, ...] = (
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        name="layers for multi-token prediction", keys=("train_mtp",), when=lambda c: c["train_mtp"],
+        message="train_mtp: no model class of transformers has layers for multi-token prediction, and its MtpModel, "
+        "which drafts with them, computes no loss",
+        advice="remove it; an export carries over those of the base", fix={"train_mtp": False},
+    ),
     # LoRA and a quantized base
     *(
         no_effect(key.name, "without use_peft: true", lambda c: not c["use_peft"], "use_peft")

@@ -226,6 +226,9 @@ class Model:
     drop_vision: Annotated[bool, SameOnResume,
         "Of a vision-language checkpoint train the language model alone, as the family's text class: the export is "
         "that class's, and takes no images."] = False
+    train_mtp: Annotated[bool, SameOnResume,
+        "Train the layers for multi-token prediction too; no model class of transformers has them, so it is refused. "
+        "An export carries over those of the base."] = False
     tokenizer_name_or_path: Annotated[str | None, FileOrName, SameOnResume,
         "The tokenizer; null: the model's own."] = None
     added_tokens: Annotated[tuple[str, ...], SameOnResume,

@@ -1,5 +1,6 @@
 """Functions and classes of a user's own file, which a recipe names as `my_data.py:rows`."""
 
+import contextlib
 import difflib
 import importlib.util
 import inspect
@@ -110,24 +111,28 @@ def place_of(code: Any) -> str:
 
 
 @contextmanager
-def explained(what: str, code: Any = None) -> Iterator[None]:
+def explained(what: str, code: Any = None, *, is_isolated: bool = False) -> Iterator[None]:
     """Turns what a user's code raises within it into a `UserError` that names the file and the line.
 
     Args:
         what: What is called, for the sentence.
         code: The function or class that is called. Its definition is named where the call itself fails.
+        is_isolated: Whether it runs in a process of its own. Then whatever it raises is its error: the process has no
+            Ctrl-C of a user's, and no plan that explains its memory.
     """
     try:
         yield
     except (UserError, Preempted):
         raise
-    except (Exception, SystemExit) as error:  # sys.exit(0) would end the run as if it had succeeded
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is explained with the plan
+    except BaseException as error:
+        if not is_isolated and not isinstance(error, Exception | SystemExit):  # sys.exit(0) would end the run as done
+            raise
+        if not is_isolated and type(error).__name__ == "OutOfMemoryError":  # torch's, which is explained with the plan
             raise
         frames = [
             (frame.filename, frame.lineno)
             for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith((OURS, "<frozen"))
+            if not frame.filename.startswith((OURS, "<frozen", contextlib.__file__))
         ]
         own = [frame for frame in frames if frame[0] == frames[0][0]]  # not of a library that it calls
         if isinstance(error, SyntaxError) and error.filename:

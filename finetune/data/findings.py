@@ -127,6 +127,12 @@ CHECKS: dict[str, Check] = {
         "(chosen_column, rejected_column)", many=0.5),
     "same_ratings": Check("warning", "warning",
         "the answer is rated as all others are; a method of ratings learns from good answers beside bad ones"),
+    "images_unread": Check("warning", "warning",
+        "a column holds images that nothing reads; remove it, or name a vision-language model"),
+    "images_dropped": Check("fatal", "fatal",
+        "a column holds images that nothing reads, so the model would learn to answer without seeing them; make the "
+        "rows conversations (type: messages, and a chat_template that writes images), with the images in a column "
+        "`images`, or remove the column"),
     "prompts_differ": Check("warning", "warning",
         "the chat template writes the prompt before chosen differently from that before rejected"),
     "no_space_between": Check("notice", "notice",

@@ -5,7 +5,9 @@ import importlib
 import importlib.util
 import inspect
 import json
+import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,14 +19,18 @@ from unittest.mock import patch
 
 import xxhash
 
-from finetune.config.pretrained import load_config, text_config_of
+from finetune.config.pretrained import is_vision_language, load_config, text_config_of
 from finetune.config.schema import Model
 from finetune.constants import PROCESSOR_FILES
 from finetune.data.messages import IMAGE, BadRow, describe_value
+from finetune.data.readers import UNPACKED_TIMES, most_unpacked
 from finetune.errors import UserError
 
 MAX_PIXELS = 89_478_485  # of an image; Pillow warns beyond it
 MAX_BYTES = 4 * MAX_PIXELS  # of its file
+MAX_RATIO = 200  # of an image's sides: a processor that enlarges the shorter one enlarges the other as much
+MAX_SCANS = 100  # of a progressive JPEG, which has ten or so; each goes over all pixels again
+RGB_BYTES = 3  # of a pixel
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # none that starts another program
 IN_FILE, IN_STORE = b"f", b"b"  # how a stored image begins: its path follows, or its bytes
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
@@ -77,6 +83,20 @@ def read_image(value: Any, folder: Path) -> EncodedImage:
     raise BadRow(f"image: a path or bytes are expected, found {describe_value(value)}")
 
 
+IMAGE_COLUMN = re.compile(r"(.*_)?(images?|imgs?|pictures?|photos?|pixel_values)", re.IGNORECASE)
+
+
+def holds_images(column: str, value: Any) -> bool:
+    """Whether a column's value is an image or a list of them: by the column's name, or by what it holds.
+
+    >>> holds_images("photo", "fox.png"), holds_images("file", {"bytes": b"...", "path": None}), holds_images("id", 7)
+    (True, True, False)
+    """
+    first = value[0] if isinstance(value, list) and value else value
+    is_stored = isinstance(first, Mapping) and isinstance(first.get("bytes"), bytes)
+    return is_stored or hasattr(first, "save") or (bool(IMAGE_COLUMN.fullmatch(column)) and not isinstance(first, int))
+
+
 def _read_file(path: Path) -> EncodedImage:
     try:
         if not path.is_file():
@@ -96,18 +116,57 @@ def open_image(image: EncodedImage) -> Any:
         raise UserError('images need Pillow; pip install "finetune[images]"') from None
     name = f"image: {image.path or f'of {len(image.content):,} bytes'}"
     try:
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own bounds are below it
         picture: Any = Image.open(BytesIO(image.content), formats=FORMATS)
-        if picture.width * picture.height > MAX_PIXELS:  # known from its header, before it is decoded
-            raise BadRow(f"{name}: {picture.width:,} x {picture.height:,} pixels, more than {MAX_PIXELS:,}; shrink it")
+        if problem := _find_excess(picture, image.content):  # known from its header, before it is decoded
+            raise BadRow(f"{name}: {problem}")
         if getattr(picture, "is_animated", False) and picture.format != "MPO":
             raise BadRow(f"{name}: animated; save one of its {picture.n_frames} frames as an image")
-        return ImageOps.exif_transpose(picture).convert("RGB")
+        picture.load()
+        ImageOps.exif_transpose(picture, in_place=True)
+        return picture if picture.mode == "RGB" else picture.convert("RGB")  # to the same mode it would be a copy
     except BadRow:
         raise
+    except Image.DecompressionBombError:
+        raise BadRow(f"{name}: more than {2 * MAX_PIXELS:,} pixels; shrink it") from None
     except UnidentifiedImageError:  # its text names a Python object
         raise BadRow(f"{name}: cannot be read as an image: not one of {', '.join(FORMATS)}") from None
     except Exception as error:  # each format has its own
         raise BadRow(f"{name}: cannot be read as an image: {' '.join(str(error).split()[:20])}") from None
+
+
+def _find_excess(picture: Any, content: bytes) -> str | None:
+    """What would take far more memory or time than the file's size lets expect, in words."""
+    width, height = picture.size
+    most = most_unpacked(len(content))
+    scans = _count_scans(content) if picture.format in ("JPEG", "MPO") else 1
+    if width * height > MAX_PIXELS:
+        return f"{width:,} x {height:,} pixels, more than {MAX_PIXELS:,}; shrink it"
+    if RGB_BYTES * width * height > most:
+        times = f"more than {most // 2**20:,} MiB, {UNPACKED_TIMES} times its size"
+        return f"{width:,} x {height:,} pixels unpack to {times}; shrink it"
+    if max(width, height) > MAX_RATIO * min(width, height):
+        return f"{width:,} x {height:,} pixels: one side is more than {MAX_RATIO} times the other; cut it"
+    if scans > MAX_SCANS:
+        return f"a JPEG of more than {MAX_SCANS} scans; save it again"
+    return None
+
+
+def _count_scans(content: bytes) -> int:
+    """The scans of a JPEG, at most one more than MAX_SCANS; what follows its end, as a film does in some, is none."""
+    scans, at = 0, 2
+    while scans <= MAX_SCANS and (at := content.find(b"\xff", at)) >= 0:
+        marker = content[at + 1 : at + 2]
+        if marker in (b"", b"\xd9"):  # the end
+            break
+        if marker == b"\xff":  # filling
+            at += 1
+        elif marker in (b"\x00", b"\x01") or b"\xd0" <= marker <= b"\xd8":  # a byte of a scan, or a mark alone
+            at += 2
+        else:
+            scans += marker == b"\xda"
+            at += 2 + max(2, int.from_bytes(content[at + 2 : at + 4]))
+    return scans
 
 
 class ImageProcessor:
@@ -172,6 +231,16 @@ class ImageProcessor:
             found |= {file: Path(path).read_text(encoding="utf-8", errors="replace")} if path else {}
         return found
 
+    @cached_property
+    def is_expected(self) -> bool:
+        """Whether the model is a vision-language one."""
+        if self._model.model_config is None and self._model.model_name_or_path is None:
+            return False
+        try:
+            return is_vision_language(load_config(self._model))
+        except UserError:  # its config cannot be read, which is reported where the model is
+            return False
+
     @property
     def family(self) -> str:
         """The model_type of the model's config, and how its images see themselves where that is known of no family."""
@@ -208,10 +277,15 @@ class ImageProcessor:
 
     def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
         """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""
+        found = self._process(images)
+        return {name: value for name, value in found.items() if name not in TEXT_INPUTS | LAYOUTS}
+
+    def _process(self, images: Sequence[EncodedImage]) -> Mapping[str, Any]:
+        """All that the processor makes of `images` and of a text that holds nothing else."""
         pictures = [open_image(image) for image in images]
         text = [self.token * len(pictures)]
-        found = self._own(text=text, images=[pictures], return_tensors="pt", verbose=False)  # of a text of any length
-        return {name: value for name, value in found.items() if name not in TEXT_INPUTS | LAYOUTS}
+        made: Mapping[str, Any] = self._own(text=text, images=[pictures], return_tensors="pt", verbose=False)
+        return made
 
     def make_generation_inputs(self, model: Any, input_ids: Any, images: Sequence[EncodedImage]) -> dict[str, Any]:
         """The arguments of `model.generate` for the `images` whose tokens are in `input_ids`, on the model's device."""
@@ -226,11 +300,20 @@ class ImageProcessor:
     @cached_property
     def blank_inputs(self) -> dict[str, Any]:
         """Those of one small image, for a micro-batch without any: the tower takes part in every rank's collectives."""
-        from PIL import Image
+        return self.make_inputs([_make_blank()])
 
-        encoded = BytesIO()
-        Image.new("RGB", (64, 64), "gray").save(encoded, "PNG")
-        return self.make_inputs([EncodedImage(encoded.getvalue())])
+    def make_blank_document(self) -> tuple[Any, dict[str, Any]]:
+        """(the tokens of a document that holds a small image alone, int64[1, tokens]; the model's arguments for it)."""
+        ids = self._process([_make_blank()])["input_ids"]
+        return ids, self.blank_inputs
+
+
+def _make_blank() -> EncodedImage:
+    from PIL import Image
+
+    encoded = BytesIO()
+    Image.new("RGB", (64, 64), "gray").save(encoded, "PNG")
+    return EncodedImage(encoded.getvalue())
 
 
 def _find_processor_class(name: str) -> Any:

@@ -21,7 +21,7 @@ from finetune.errors import UserError
 from finetune.units import counted, has_lines
 
 BLANK_LINES = 1024  # after which those that follow are skipped together
-UNPACKED_TIMES = 64  # what a .gz, Parquet or Arrow file unpacks to, as a multiple of its size; text makes 3 to 20
+UNPACKED_TIMES = 30  # what a file unpacks to, as a multiple of its size; text makes 3 to 20
 UNPACKED_BYTES = 64 * 2**20  # whatever its size
 MAGIC = {
     b"\xff\xfe": "text in UTF-16; save it as UTF-8",
@@ -115,13 +115,18 @@ class _Unpacked(io.RawIOBase):
         return count
 
 
+def most_unpacked(size: int) -> int:
+    """The bytes that a file of `size` bytes may unpack to."""
+    return max(UNPACKED_BYTES, UNPACKED_TIMES * size)
+
+
 def limit_unpacked(path: str, size: int) -> None:
     """Raises `UserError` where a file unpacks to more than data does."""
-    most = max(UNPACKED_BYTES, UNPACKED_TIMES * Path(path).stat().st_size)
+    most = most_unpacked(Path(path).stat().st_size)
     if size > most:
         raise UserError(
             f"{path}: unpacks to more than {most // 2**20:,} MiB, {UNPACKED_TIMES} times its size; "
-            "is it data? unpack it, and name the unpacked file"
+            "is it data? unpack it, as JSON Lines if it is of columns, and name the unpacked file"
         )
 
 

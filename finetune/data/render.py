@@ -11,13 +11,37 @@ from transformers.utils.chat_parsing import parse_response
 
 from finetune.data.formats import Completion, Conversation, Document, Question, Text, TokenRow, make_message
 from finetune.data.images import EncodedImage, hash_images, open_image, place_images
-from finetune.data.messages import IMAGE, REASONING_KEYS, THINKING_END, BadRow, Message, parse_json, read_reasoning
+from finetune.data.marks import Marks, trace
+from finetune.data.messages import (
+    IMAGE,
+    REASONING_KEYS,
+    THINKING_END,
+    THINKING_START,
+    BadRow,
+    Message,
+    parse_json,
+    read_reasoning,
+)
 from finetune.data.preferences import check_prompt
-from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages
-from finetune.data.tokenizer import Renderer, Span, Tools, add_variables, apply_template, keeps_border, read_parts
+from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages, refuse_faults
+from finetune.data.tokenizer import (
+    CONTEXT,
+    Renderer,
+    Span,
+    Tools,
+    add_variables,
+    apply_template,
+    keeps_border,
+    read_parts,
+)
 
-CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
-COMPARED = ("unlike_inference", "prompt_not_continued", "not_read_back", "no_reasoning")  # the findings with a detail
+COMPARED = (
+    "wrong_mask",
+    "unlike_inference",
+    "prompt_not_continued",
+    "not_read_back",
+    "no_reasoning",
+)  # the findings with a detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +84,7 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
         if not cut:
             return (whole,)
     asked = ask_turns(document, renderer)
-    if renderer.turns == "whole" or not asked or len(asked) < sum(document.trained):
+    if renderer.turns == "whole" or len(asked) < sum(document.trained) or not asked:  # markers may enclose no turn
         return (_render_whole(document, asked, renderer),)
     latest = max(asked)
 
@@ -109,60 +133,93 @@ def _render_laid_out(conversation: Conversation, renderer: Renderer) -> Rendered
     turns = match_layout(text, conversation, renderer)
     if turns is None:
         return None
-    spans = (
-        [span for i, span in turns.items() if conversation.trained[i]] if renderer.assistant_only else [(0, len(text))]
-    )
-    return _check(conversation, RenderedText(text, tuple(spans), False), turns, renderer)
+    # The layout gave exactly this text, so nothing is left to be traced.
+    return _check(conversation, text, {i: (span,) for i, span in turns.items()}, (), renderer)
 
 
 def _render_whole(conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
     """The whole conversation as the template writes it, also where inference sees turns otherwise."""
     text, turns = find_turns(conversation, asked, renderer)
-    spans = [span for i in sorted(turns) for span in turns[i]] if renderer.assistant_only else [(0, len(text))]
-    whole = {i: (of_turn[0][0], of_turn[-1][1]) for i, of_turn in turns.items() if of_turn}
-    rendered = _check(conversation, RenderedText(text, tuple(spans), False), whole, renderer)
-    return _compare_with_asked(rendered, conversation, asked, renderer)
+    return _check_traced(conversation, text, turns, asked, renderer)
 
 
 def _render_asked(conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
     """The text of a conversation that ends with the last of `turns`, all of which stand as inference has them."""
-    spans = tuple(span for _, turn in sorted(turns.items()) for span in turn.spans)
-    rendered = RenderedText(turns[max(turns)].text, spans, False)
-    whole = {i: (turn.start, turn.end) for i, turn in turns.items()}
-    return _compare_with_asked(_check(conversation, rendered, whole, renderer), conversation, turns, renderer)
+    spans = {i: turn.spans for i, turn in turns.items()}
+    return _check_traced(conversation, turns[max(turns)].text, spans, turns, renderer)
+
+
+def _check_traced(
+    conversation: Conversation,
+    text: str,
+    turns: Mapping[int, tuple[Span, ...]],
+    asked: Mapping[int, AskedTurn],
+    renderer: Renderer,
+) -> RenderedText:
+    """A text of which `turns` are trained on, with what is found in it. Raises `BadRow` where they are not sound."""
+    marks: Marks = ()
+    if renderer.assistant_only:
+        marks = trace(text, read_messages(conversation, renderer), conversation.tools, renderer)
+        refuse_faults(turns, marks, conversation, renderer)
+    return _compare_with_asked(_check(conversation, text, turns, marks, renderer), conversation, asked, renderer)
 
 
 def _check(
-    conversation: Conversation, rendered: RenderedText, turns: Mapping[int, Span], renderer: Renderer
+    conversation: Conversation, text: str, turns: Mapping[int, tuple[Span, ...]], marks: Marks, renderer: Renderer
 ) -> RenderedText:
-    """`rendered`, with what is found in it, and without the reasoning that is not to be trained on."""
+    """A text, with what is found in it, and without the reasoning that is not to be trained on.
+
+    `turns`: message index -> the spans of an assistant's turn; of all of them, or of those that are trained on.
+    """
     messages = conversation.messages
-    ends = [end for i, (_, end) in turns.items() if conversation.trained[i]] if renderer.assistant_only else []
-    found = [
-        *_check_turns(conversation, rendered.text, rendered.spans, ends, renderer),
-        *_find_dropped(conversation, rendered.text, turns),
+    trained = {i: spans for i, spans in sorted(turns.items()) if conversation.trained[i]}
+    rendered = RenderedText(text, ((0, len(text)),), False)
+    if renderer.assistant_only:
+        rendered = replace(rendered, spans=tuple(sorted(span for spans in trained.values() for span in spans)))
+    extents = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
+    ends = [extents[i][1] for i in trained if i in extents] if renderer.assistant_only else []
+    findings = [
+        *_check_turns(conversation, text, rendered.spans, ends, renderer),
+        *_find_dropped(conversation, text, extents),
     ]
     opens = ""
     if renderer.unthinking is not None and not any(
         read_reasoning(message) for message, on in zip(messages, conversation.trained, strict=True) if on
     ):
-        found.append("no_reasoning")
+        findings.append("no_reasoning")
         prompt, after = renderer.generation_prompt, renderer.unthinking
         opens = f"inference opens with {prompt!r}, and the answers continue with {after!r}"
     if not renderer.train_on_reasoning:
-        for i, turn in turns.items():
-            rendered = _leave_out(rendered, read_reasoning(messages[i]), turn)
-    where = {i: span for i, span in turns.items() if conversation.trained[i]}
-    return replace(rendered, findings=tuple(found), turns=where, difference=opens)
+        for i, turn in extents.items():
+            rendered = _leave_out(rendered, _find_reasoning(text, messages[i], i, turn, marks))
+    where = {i: span for i, span in extents.items() if i in trained}
+    return replace(rendered, findings=tuple(findings), turns=where, difference=opens)
 
 
-def _leave_out(rendered: RenderedText, words: str, turn: Span) -> RenderedText:
-    """`rendered`, with the words in a turn, and the white space after them, not trained on."""
-    start = rendered.text.find(words, *turn) if words else -1
-    if start < 0:
+def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Marks) -> Span | None:
+    """Where the words of its reasoning stand in a turn, with the white space behind them; None where they do not."""
+    own = [mark for mark in marks if mark.message == i]
+    places = [mark.position for mark in own if mark.part in REASONING_KEYS]
+    words = read_reasoning(message)
+    closed = THINKING_END.search(text, *turn)
+    if places:
+        start, end = places[0], places[-1]
+    elif own and any(key in message for key in REASONING_KEYS):
+        return None  # the template leaves it out
+    elif words and closed:  # the content has it, behind a tag that the prompt may have opened
+        opened = THINKING_START.search(text, turn[0], closed.start())
+        start = text.find(words, opened.end() if opened else turn[0], turn[1])
+        end = start + len(words)
+    else:
+        return None
+    return None if start < 0 else (start, end + len(text[end : turn[1]]) - len(text[end : turn[1]].lstrip()))
+
+
+def _leave_out(rendered: RenderedText, words: Span | None) -> RenderedText:
+    """`rendered`, with some of its words not trained on."""
+    if words is None:
         return rendered
-    end = start + len(words)
-    end += len(rendered.text[end : turn[1]]) - len(rendered.text[end : turn[1]].lstrip())
+    start, end = words
     cut = [piece for a, b in rendered.spans for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]]
     return replace(rendered, spans=tuple(cut))
 
@@ -274,6 +331,13 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             if laid_out is not None:
                 return laid_out
             asked = ask_turns(document, renderer) if renderer.assistant_only else {}
+            last = len(document.messages) - 1
+            if (
+                renderer.turns != "whole"
+                and last in asked
+                and all(turn.is_in(asked[last].text) for turn in asked.values())
+            ):
+                return _render_asked(document, asked, renderer)
             return _render_whole(document, asked, renderer)
 
 

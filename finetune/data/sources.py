@@ -23,7 +23,15 @@ from finetune.config import user_code
 from finetune.config.schema import DatasetSource
 from finetune.data.examples import make_generator
 from finetune.data.messages import BadRow
-from finetune.data.readers import KINDS, TEXT_READERS, NumberedRow, convert_os_errors, file_kind, limit_unpacked
+from finetune.data.readers import (
+    KINDS,
+    TEXT_READERS,
+    NumberedRow,
+    convert_os_errors,
+    file_kind,
+    limit_unpacked,
+    most_unpacked,
+)
 from finetune.errors import UserError, first_line
 from finetune.files.durable import CHECKSUM, checksum
 from finetune.files.network import go_offline_without_network
@@ -82,10 +90,18 @@ def _open_rows(source: DatasetSource, streaming: bool = False) -> Iterator[tuple
         return
     splits = find_splits(source.path)
     if splits is None:
-        yield source.path, enumerate(map(remove_none_values, load_hub_rows(source, streaming)), 1)
+        yield source.path, enumerate(map(remove_none_values, _keep_encoded(load_hub_rows(source, streaming))), 1)
         return
     for file, start, stop in _resolve_slices(source, splits):
         yield file, islice(read_file(file), start, stop)
+
+
+def _keep_encoded(rows: Any) -> Any:
+    """Rows of the `datasets` library with images as they are stored, whose size `data/images.py` bounds."""
+    if "Image(" not in str(rows.features):
+        return rows
+    stream = rows.to_iterable_dataset() if hasattr(rows, "to_iterable_dataset") else rows
+    return stream.decode(False)
 
 
 def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
@@ -320,9 +336,47 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
 
     with ParquetFile(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        limit_unpacked(path, sum(group.total_byte_size for group in groups))
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+        sizes = [group.total_byte_size for group in groups]
+        values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+        limit_unpacked(path, max(sum(sizes), 8 * values))  # a null takes no byte in the file
+        largest_row = max(sizes, default=1)  # all of a group's dictionaries may be in it
+        rows = min(PARQUET_ROWS, max(1, most_unpacked(Path(path).stat().st_size) // max(1, largest_row)))
+        unpacked = 0
+        for batch in file.iter_batches(batch_size=rows):
+            unpacked += batch.nbytes + sum(map(_count_repeated, batch.columns))
+            limit_unpacked(path, unpacked)
             yield from batch.to_pylist()
+
+
+def _count_repeated_arrow(path: str) -> int:
+    """The bytes of an Arrow file's rows in columns that are dictionaries, whose values may stand in every row."""
+    from pyarrow import ipc, memory_map
+
+    with memory_map(path) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+        if "dictionary<" not in str(reader.schema):
+            return 0
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        return sum(_count_repeated(column) for batch in batches for column in batch.columns)
+
+
+def _count_repeated(column: Any) -> int:
+    """The bytes of the rows of an Arrow array, as far as they stand in dictionaries."""
+    from pyarrow import compute, types
+
+    if types.is_dictionary(column.type):
+        values = column.dictionary
+        if not (types.is_string(values.type) or types.is_large_string(values.type) or types.is_binary(values.type)):
+            return int(values.nbytes // max(1, len(values)) * len(column))
+        lengths = compute.binary_length(values).take(column.indices)
+        return compute.sum(lengths).as_py() or 0
+    if types.is_struct(column.type):
+        return sum(map(_count_repeated, column.flatten()))
+    if types.is_list(column.type) or types.is_large_list(column.type):
+        return _count_repeated(column.flatten())
+    return 0
 
 
 def _count_unpacked_arrow(path: str) -> int:
@@ -369,7 +423,9 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
             rows = _parquet_rows(path)
         else:
             limit_unpacked(path, _count_unpacked_arrow(path))
-            rows = datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True)
+            limit_unpacked(path, _count_repeated_arrow(path))
+            stream = datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True)
+            rows = _keep_encoded(stream)
         for row in rows:
             number += 1
             yield number, remove_none_values(row)

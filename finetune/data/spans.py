@@ -1,20 +1,27 @@
-"""The spans of a rendered conversation that are trained on: what the assistant says, with the end of its turn.
+"""The spans of a rendered conversation that are trained on: what the model itself would write in each turn.
 
     <|user|>2 + 2?<|end|><|assistant|>4<|end|><|user|>Sure?<|end|><|assistant|>Yes.<|end|>
                                       ^^^^^^^^                                 ^^^^^^^^^^^
 
-A template with {% generation %} markers gives them. For any other template they are found by rendering parts of the
-conversation and comparing the texts.
+The prompt of a turn is what the template writes for the messages before it, with the generation prompt. The turn begins
+where the text departs from its prompt, and ends with the token at which generation stops. Where an answer makes the
+template rewrite what stands before it, the two are compared from the last words that both have (`marks.py`).
+
+A template with {% generation %} markers says by itself what a turn is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby, pairwise
 from typing import Any
 
 from finetune.data.formats import Conversation
+from finetune.data.marks import Mark, Marks, Rendering
 from finetune.data.messages import BadRow, Message, count_common
-from finetune.data.tokenizer import Renderer, Span, Tools, apply_marked_template, apply_template
+from finetune.data.tokenizer import CONTEXT, Renderer, Span, Tools, apply_marked_template, apply_template
+
+ADVICE = "use another chat_template, or one with {% generation %} markers"
 
 
 def read_messages(conversation: Conversation, renderer: Renderer) -> list[Message]:
@@ -127,8 +134,8 @@ def _probe_turns(
             turn, (start, end) = _ask_turn(messages, i, (), renderer), contents[i]
             if turn is None or len(turn.spans) > 1 or not turn.is_continued or not turn.is_in(text):
                 return None
-            if not turn.start <= start <= end <= turn.end:
-                return None
+            if not start - len(between[i]) <= turn.start <= start <= end <= turn.end <= end + len(between[i + 1]):
+                return None  # another message's words would be within the turn
             for other in of_kind:
                 around[other] = (start - turn.start, turn.end - end)
     return tuple(around)
@@ -163,9 +170,9 @@ class AskedTurn:
 
 
 def ask_turns(conversation: Conversation, renderer: Renderer) -> dict[int, AskedTurn]:
-    """Message index -> turn, of each turn that is trained on; without those that are unknown to begin somewhere.
+    """Message index -> turn, of each turn that is trained on; without those in which nothing is marked to be.
 
-    Raises `BadRow` as rendering does.
+    Raises `BadRow` as rendering does, and where it is unknown where a turn begins.
     """
     messages = read_messages(conversation, renderer)
     asked = {i: _ask_turn(messages, i, conversation.tools, renderer) for i, on in enumerate(conversation.trained) if on}
@@ -181,8 +188,13 @@ def find_turns(
     if renderer.has_markers:
         text, marked = apply_marked_template(renderer, messages, tools)
         # White space that the markers include is trained on, as by transformers.
-        spans = [(start, max(end, _find_end_of_turn(text, start, end, renderer))) for start, end in marked]
+        spans = [
+            (start, max(end, min(_find_end_of_turn(text, start, end, renderer), limit)))
+            for (start, end), limit in zip(marked, [*(start for start, _ in marked[1:]), len(text)], strict=True)
+        ]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) > len(answers):
+            spans = _keep_words(text, spans, renderer)
         if len(spans) == len(answers):
             return text, {i: (span,) for i, span in zip(answers, spans, strict=True) if i in wanted}
         if wanted != answers:
@@ -191,98 +203,171 @@ def find_turns(
                 "cannot be applied to one of them"
             )
         return text, {wanted[0]: tuple(spans)}
-    text, turns = apply_template(renderer, messages, tools), {}
+    rendering = Rendering(messages, tools, renderer)
+    turns: dict[int, tuple[Span, ...]] = {}
     for i in wanted:
-        begins = len(asked[i].prompt) if i in asked and text.startswith(asked[i].prompt) else None
-        if i in asked and asked[i].is_in(text):
+        if asked[i].is_in(rendering.text):
             turns[i] = asked[i].spans
-        elif (found := _find_by_substitution(text, messages, i, tools, renderer)) is not None:
-            turns[i] = (found if begins is None else (min(begins, found[0]), found[1]),)
-        elif begins is not None and (stop := renderer.up_to_stop.search(text, begins)):
-            turns[i] = ((begins, stop.end()),)  # a call, which cannot be replaced before its result
         else:
-            raise BadRow(
-                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's "
-                "turn begins and ends; use a template with {% generation %} markers"
-            )
-    return text, turns
+            turns[i] = _find_rewritten(rendering, messages, i, tools, renderer)
+    return rendering.text, turns
+
+
+def _find_rewritten(
+    rendering: Rendering, messages: list[Message], i: int, tools: Tools, renderer: Renderer
+) -> tuple[Span, ...]:
+    """The spans of turn `i` in a longer conversation, none where the template leaves it out. Raises `BadRow`.
+
+    It ends before the next message's words. Gemma 4 writes its words behind a call after the call's result: those are a
+    span of their own.
+    """
+    text = rendering.text
+    marks = rendering.marks
+    is_known = i not in rendering.unmarked
+    places = [mark.position for mark in marks if mark.message == i]
+    has_words = bool(messages[i]["content"].strip() or messages[i].get("tool_calls"))
+    if is_known and has_words and not places:
+        return ()  # Mistral's second version leaves out the calls of earlier questions
+    begins = _find_start(rendering, i, _ask(messages[:i], tools, renderer), renderer)
+    if begins is None or not is_known:
+        raise _unknown(i)
+    start = begins.position
+    limit = min((mark.position for mark in marks if mark.message != i and mark.position > start), default=len(text))
+    last = max((place for place in places if start <= place <= limit), default=start)
+    spans = [(start, last + _measure_end(text[last:limit], renderer))]
+    for message, run in groupby(marks, lambda mark: mark.message):
+        own = list(run)
+        if message == i and own[0].position > limit:
+            spans.append((own[0].position, _end_words(text, own[-1], renderer)))
+    return tuple(spans)
+
+
+def _end_words(text: str, mark: Mark, renderer: Renderer) -> int:
+    """Where words end of which `mark` is the last: Gemma 4 leaves out what a content has behind <|channel>."""
+    special = None if mark.ends else renderer.special_tokens.search(text, mark.position)
+    return special.start() if special else mark.position
+
+
+def _measure_end(after: str, renderer: Renderer) -> int:
+    """How many characters end a turn, of those between its last words and the next message's."""
+    ends = [match.end() for match in (renderer.up_to_stop.search(after),) if match]
+    if renderer.end_of_turn and renderer.end_of_turn in after:
+        ends.append(after.index(renderer.end_of_turn) + len(renderer.end_of_turn))
+    special = renderer.special_tokens.search(after)
+    return min(ends, default=special.end() if special else 0)
 
 
 def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> AskedTurn | None:
-    """Turn `i`, asked for by itself; None if it is unknown where it begins. Raises `BadRow` as rendering does."""
-    prompt = apply_template(renderer, messages[:i], tools, add_generation_prompt=True) if i else ""
-    start: int | None
-    if renderer.has_markers:
-        text, marked = apply_marked_template(renderer, messages[: i + 1], tools)
-        begin = len(prompt) if text.startswith(prompt) else 0
-        marked = [(max(start, begin), end) for start, end in marked if end > begin]
-        # Phi-3's ends the whole conversation with a mark of its own, around its end of text.
-        words = [span for span in marked if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or marked
-        if not words:
+    """Turn `i`, asked for by itself; None where the template's markers enclose nothing of it. Raises as `ask_turns`."""
+    asked = _ask(messages[:i], tools, renderer)
+    answered = Rendering(messages[: i + 1], tools, renderer)
+    start = _find_start(answered, i, asked, renderer)
+    if start is None and not renderer.has_markers:
+        raise _unknown(i)
+    prompt = asked.text if asked else ""
+    text = answered.text
+    begin = start.position if start else 0
+    if start and start.is_continued:
+        # gpt-oss writes the reasoning before a call until an answer follows: the answer has seen it in its prompt.
+        text = prompt + text[begin:]
+        begin = len(prompt)
+    if not renderer.has_markers:
+        return AskedTurn(prompt, text, ((begin, _end_asked(text, begin, renderer)),))
+    shift = len(text) - len(answered.text)
+    marked = apply_marked_template(renderer, messages[: i + 1], tools)[1]
+    spans = [(max(first + shift, begin), last + shift) for first, last in marked if last + shift > begin]
+    spans = _keep_words(text, spans, renderer)
+    if not spans:
+        return None
+    end = max(spans[-1][1], _find_end_of_turn(text, *spans[-1], renderer))
+    earlier = spans[:-1] if begin else []
+    return AskedTurn(prompt, text, (*earlier, (spans[-1][0], end)))
+
+
+def _keep_words(text: str, spans: list[Span], renderer: Renderer) -> list[Span]:
+    """The marked spans that hold words: Phi-3's ends a conversation with a mark of its own, around its end of text."""
+    return [span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or spans
+
+
+def _end_asked(text: str, begin: int, renderer: Renderer) -> int:
+    """Where the turn ends with which a text ends."""
+    end = _find_end_of_turn(text, begin, len(text), renderer)
+    if not renderer.end_of_turn or renderer.end_of_turn not in text[begin:end]:
+        return end
+    # What follows belongs to the end of the whole conversation: Phi-3 writes its end of text there.
+    answer, _, after = text[begin:end].rpartition(renderer.end_of_turn)
+    if answer.rstrip().endswith(renderer.end_of_turn):
+        answer = answer.rstrip().removesuffix(renderer.end_of_turn)
+    return end if renderer.special_tokens.sub("", after).strip() else begin + len(answer + renderer.end_of_turn)
+
+
+def _ask(before: list[Message], tools: Tools, renderer: Renderer) -> Rendering | None:
+    """The prompt that inference gives after some messages; None where there are none."""
+    return Rendering(before, tools, renderer, add_generation_prompt=True) if before else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a turn begins in a text. Returned by `_find_start`."""
+
+    position: int
+    is_continued: bool  # behind the prompt, of which the answer may rewrite all but how it ends
+
+
+def _find_start(answered: Rendering, i: int, asked: Rendering | None, renderer: Renderer) -> _Start | None:
+    """The start of turn `i` in a conversation, of which `asked` is the prompt; None where it is unknown.
+
+    Behind the last words before the turn, both have the template's own words alone: it begins where these differ.
+    """
+    text = answered.text
+    if asked and text.startswith(asked.text):
+        return _Start(len(asked.text), True)
+    own = next((mark.position for mark in answered.marks if mark.message == i), len(text))
+    if asked:
+        places = {mark.name: mark.position for mark in asked.marks}
+        before = [mark for mark in answered.marks if mark.message < i and mark.position <= own and mark.name in places]
+        if not before:
             return None
-        words = words if begin else words[-1:]
-        end = max(words[-1][1], _find_end_of_turn(text, *words[-1], renderer))
-        return AskedTurn(prompt, text, (*words[:-1], (words[-1][0], end)))
-    text = _continue_prompt(prompt, apply_template(renderer, messages[: i + 1], tools), messages[:i], tools, renderer)
-    start = _find_start_of_turn(text, prompt, messages[:i], tools, renderer)
-    if start is None:
+        begin = before[-1].position
+        asks = asked.text[places[before[-1].name] :]
+    else:  # nothing asks for it: it begins behind as much of the generation prompt as stands before its words
+        asks = renderer.generation_prompt
+        begin = next((at for end in range(len(asks), 0, -1) if (at := text.rfind(asks[:end], 0, own)) >= 0), 0)
+    shared = count_common(asks, text[begin:own])
+    if shared == len(asks):
+        return _Start(begin + shared, asked is not None)
+    if asked and any(before[-1].message < other < i for other in answered.unmarked):
         return None
-    end = _find_end_of_turn(text, start, len(text), renderer)
-    if renderer.end_of_turn and renderer.end_of_turn in text[start:end]:
-        # What follows belongs to the end of the whole conversation: Phi-3 writes its end of text there.
-        answer, _, after = text[start:end].rpartition(renderer.end_of_turn)
-        if answer.rstrip().endswith(renderer.end_of_turn):
-            answer = answer.rstrip().removesuffix(renderer.end_of_turn)
-        end = end if renderer.special_tokens.sub("", after).strip() else start + len(answer + renderer.end_of_turn)
-    return AskedTurn(prompt, text, ((start, end),))
-
-
-def _continue_prompt(prompt: str, text: str, before: list[Message], tools: Tools, renderer: Renderer) -> str:
-    """`text`, of a conversation that ends with an answer to `prompt`, beginning as `prompt` does where it can.
-
-    gpt-oss writes the reasoning before a tool call until the conversation ends: the last answer has seen it.
-    """
-    if text.startswith(prompt):
-        return text
-    asks = prompt.removeprefix(apply_template(renderer, before, tools))
-    other = apply_template(renderer, [*before, {"role": "assistant", "content": "ANSWER"}], tools)
-    shared = count_common(text, other)
-    at = text.rfind(asks, 0, shared) if asks and asks != prompt else -1
-    return text if at < 0 else prompt + text[at + len(asks) :]
-
-
-def _find_by_substitution(text: str, messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> Span | None:
-    """The span of turn `i`, from what changes in the text when its content is replaced; None if more than that changes.
-
-    Mistral's templates describe the tools before the last question, so no text of fewer turns is a prefix of the whole.
-    """
-    mark = f"MESSAGE{i}CONTENT"
-    replaced = [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]]
-    try:
-        before, found, after = apply_template(renderer, replaced, tools).partition(mark)
-    except BadRow:
-        return None
-    # White space before the answer belongs to it, unless it is part of the prompt, which may open <think> after it.
-    prompt = renderer.generation_prompt
-    prompted = any(prompt[:n].strip() and before.endswith(prompt[:n]) for n in range(1, len(prompt) + 1))
-    before = before if prompted else before.rstrip()
-    if not found or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
-        return None
-    return len(before), _find_end_of_turn(text, len(before), len(text) - len(after), renderer)
-
-
-def _find_start_of_turn(text: str, prompt: str, before: list[Message], tools: Tools, renderer: Renderer) -> int | None:
-    """Where the turn that follows `before` starts, after `prompt`, its prompt; None if that cannot be found."""
-    if not before:
-        at = text.find(renderer.generation_prompt) if renderer.generation_prompt else -1
-        return at + len(renderer.generation_prompt) if at >= 0 else 0
-    if text.startswith(prompt):
-        return len(prompt)
-    # The prompt may differ from the turn as it is in the text (with <think>, say): the turn starts where they differ.
-    bare = apply_template(renderer, before, tools)
-    shared = count_common(text, prompt)
-    if not text.startswith(bare) or shared <= len(bare):
-        return None
-    starts = [start for start, _ in renderer.backend.encode(text[len(bare) :], add_special_tokens=False).offsets]
     # At a token's border: <think> and </think> begin alike.
-    return len(bare) + max(int(start) for start in starts if len(bare) + start <= shared)
+    encoded = renderer.backend.encode(text[begin : begin + shared + CONTEXT], add_special_tokens=False)
+    borders = [start for start, _ in encoded.offsets if start <= shared]
+    return _Start(begin + max(borders, default=0), False)
+
+
+def _unknown(i: int) -> BadRow:
+    return BadRow(
+        f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's turn "
+        f"begins and ends; {ADVICE}"
+    )
+
+
+def refuse_faults(
+    turns: Mapping[int, Sequence[Span]], marks: Marks, conversation: Conversation, renderer: Renderer
+) -> None:
+    """Raises `BadRow` where what is trained on, the spans of `turns`, is not each answer once, and nothing else.
+
+    `marks`: in the document's text, by `trace`.
+    """
+    spans = sorted(span for of_turn in turns.values() for span in of_turn)
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        raise BadRow(f"the chat template writes two answers into each other; {ADVICE}")
+    for mark in marks:
+        role = conversation.messages[mark.message]["role"]
+        name = f"message {mark.message + 1} ({role})"
+        if not conversation.trained[mark.message]:
+            if any(start < mark.position < end for start, end in spans):
+                raise BadRow(f"the chat template writes {name} into an answer that is trained; {ADVICE}")
+        elif not mark.ends or renderer.has_markers:
+            continue  # its beginning may be the prompt's, and what markers leave out is left out on purpose
+        elif not any(start <= mark.position <= end for start, end in spans):
+            raise BadRow(f"the chat template writes {name} apart from its turn; {ADVICE}")

@@ -214,7 +214,7 @@ def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]
     return np.memmap(path, dtype=kind, mode="r") if size else np.zeros(0, kind)
 
 
-VERSION = 18  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+VERSION = 19  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 
@@ -251,7 +251,7 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     if (images := getattr(tokenizer, "images", None)) is not None:
-        digest.update(json.dumps(images.describe(), sort_keys=True).encode())
+        digest.update(json.dumps([images.is_expected, images.describe()], sort_keys=True).encode())
     return digest.hexdigest()
 
 

@@ -20,8 +20,8 @@ from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.findings import Tally
 from finetune.data.formats import Conversation, Document, Group, ParsedRow, Row, parse_row
-from finetune.data.images import ImageProcessor, hash_images, read_image
-from finetune.data.messages import BadRow
+from finetune.data.images import ImageProcessor, hash_images, holds_images, read_image
+from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import (
     find_mismatched,
     is_empty_answer,
@@ -31,10 +31,18 @@ from finetune.data.preferences import (
     parse_ratings,
 )
 from finetune.data.readers import RepeatedKeys
-from finetune.data.render import COMPARED, CONTEXT, RenderedText, find_image_token, render, render_turns, write_images
+from finetune.data.render import COMPARED, RenderedText, find_image_token, render, render_turns, write_images
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
-from finetune.data.tokenizer import Encoder, Renderer, add_variables, keeps_border, make_encoder, make_renderer_of
+from finetune.data.tokenizer import (
+    CONTEXT,
+    Encoder,
+    Renderer,
+    add_variables,
+    keeps_border,
+    make_encoder,
+    make_renderer_of,
+)
 from finetune.errors import UserError
 from finetune.units import name_place
 
@@ -85,6 +93,7 @@ def render_group(
         raise BadRow(NOT_UNICODE) from None
     if len(group.documents) == 1:
         return texts, ()
+    texts = texts if group.rating else _begin_alike(group, texts, renderer)
     findings = () if group.rating else tuple(_check_pair(group, texts))
     if {"sides_equal", "side_empty", "side_untrained"} & set(findings):
         return (), findings
@@ -93,6 +102,25 @@ def render_group(
     identity += "".join(hash_images(text.images) for text in texts if text.images).encode()
     group_hash = xxhash.xxh3_64_intdigest(identity)
     return tuple(replace(text, group_hash=group_hash, rating=group.rating) for text in texts), findings
+
+
+def _begin_alike(group: Group, texts: tuple[RenderedText, ...], renderer: Renderer) -> tuple[RenderedText, ...]:
+    """The texts of two answers, trained from the same place on, where one departs from the prompt before its end.
+
+    One without reasoning, say, after a prompt that opens <think>: the rest of the prompt is part of the other answer.
+    """
+    if not all(text.spans for text in texts):
+        return texts
+    starts = [text.spans[0][0] for text in texts]
+    short, long = sorted((text.text[:start] for text, start in zip(texts, starts, strict=True)), key=len)
+    own = add_variables(renderer, getattr(group.documents[0], "variables", None))
+    if short == long or not long.startswith(short) or not own.generation_prompt.endswith(long[len(short) :]):
+        return texts
+    more = (len(short), len(long))
+    return tuple(
+        replace(text, spans=(more, *text.spans)) if start == len(long) else text
+        for text, start in zip(texts, starts, strict=True)
+    )
 
 
 def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> ParsedRow | BadRow:
@@ -254,6 +282,12 @@ def _render_batch(
             places += [(file, number)] * len(texts)
             for name in dict.fromkeys((*parsed.findings, *(name for _, found in rendered for name in found))):
                 stats.tally.add(name, [where])
+            column = None if isinstance(row, BadRow) else _find_unread_images(row, parsed, reader.kind)
+            if column is not None:
+                takes_images = renderer.images is not None and renderer.images.is_expected
+                name = "images_dropped" if takes_images else "images_unread"
+                stats.tally.add(name, [where])
+                stats.tally.details.setdefault(name, f"the column {list_columns([column])}")
             count_columns(stats.unused_columns, dict.fromkeys(parsed.unused_columns, 1))
             if isinstance(row, RepeatedKeys):
                 stats.tally.add("repeated_keys", [where])
@@ -273,6 +307,14 @@ def _render_batch(
     stats.skipped += problems[: SHOWN_BAD_ROWS - len(stats.skipped)]
     stats.tally.add("skipped", list(bad))
     return documents, places
+
+
+def _find_unread_images(row: Row, parsed: ParsedRow, kind: RowKind) -> str | None:
+    """The first column of images in a row of which the model is shown none; None where there is none."""
+    if any(getattr(document, "images", ()) for group in parsed.groups for document in group.documents):
+        return None
+    columns = row if kind == "prompts" else parsed.unused_columns  # rewards get all columns of a prompt
+    return next((column for column in columns if row.get(column) and holds_images(column, row[column])), None)
 
 
 def count_columns(counts: dict[str, int], more: Mapping[str, int]) -> None:

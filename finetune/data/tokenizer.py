@@ -211,6 +211,9 @@ def make_encoder(tokenizer: Any) -> Encoder:
     return Encoder(backend, encode_bos(tokenizer), added, [] if with_newline == newline + bare else newline)
 
 
+CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
+
+
 @lru_cache(maxsize=4096)
 def keeps_border(backend: Any, before: str, after: str) -> bool:
     """Whether two texts have the same tokens together as apart."""

@@ -55,6 +55,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     before = dict(os.environ)
     device = _device(sharding)
     _use_own_cores(device, sharding)
+    renew_thread_pool()
     # The watchdog, which shows every rank's stacks, waits for SECONDS_FOR_CAUSE: only then may a collective give up.
     timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
     if sharding.layout != "single":
@@ -89,6 +90,15 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     assert world.size == launched, f"{launched} processes were launched, but Accelerate sees {world.size}"
     assert not sharding.is_fsdp or str(accelerator.distributed_type.value) == "FSDP", accelerator.distributed_type
     return world
+
+
+def renew_thread_pool() -> None:
+    """Makes torch's pool of threads again, in a process that was forked from one that has it.
+
+    Such a process (of a notebook's launcher, say) makes it at its first computation. Two threads that compute first at
+    once would find it gone: "Invalid thread pool". Ranks of `finetune launch` are started, not forked.
+    """
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def leave(world: World) -> None:

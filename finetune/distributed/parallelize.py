@@ -307,15 +307,25 @@ def _fsdp2(
 
 
 def find_unmanaged(model: nn.Module, world: World) -> list[nn.Module]:
-    """The modules that FSDP2 need not manage: frozen ones in a shard group of one rank, in the dtype of the
-    computation. Nothing is gathered there, but FSDP2 copies each parameter at every forward and backward all the same.
+    """The modules that FSDP2 need not manage in a shard group of one rank: nothing is gathered there, but FSDP2 copies
+    each parameter at every forward and backward all the same.
+
+    They are frozen and in the dtype of the computation. In a world of one they may also be trained, where all that is
+    trained belongs to modules that cast their parameters themselves (`casts_parameters`): no gradient is reduced, and
+    all are plain tensors.
     """
     sharding = world.sharding
     if world.shard_group_size > 1 or sharding.cpu_offload or sharding.fp8 is not None or sharding.divides_matrices:
         return []
     policy = world.accelerator.state.fsdp_plugin.mixed_precision_policy
+    casting = [module for module in model.modules() if getattr(module, "casts_parameters", False)]
+    cast_by_module = {parameter for module in casting for parameter in module.parameters()}
+    if world.size > 1 or any(p.requires_grad and p not in cast_by_module for p in model.parameters()):
+        cast_by_module = set()
 
     def is_managed(parameter: nn.Parameter) -> bool:
+        if parameter in cast_by_module:
+            return False
         is_cast = policy is not None and parameter.is_floating_point() and parameter.dtype != policy.param_dtype
         return parameter.requires_grad or is_cast
 

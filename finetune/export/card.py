@@ -44,8 +44,10 @@ def model_card(
     is_adapter: bool = False,
     merge: MergeChoice | None = None,
     formats: Sequence[str] = ("safetensors",),
+    of_base: Sequence[str] = (),
 ) -> str:
-    """The text of README.md for an export of `source`; `merge`: how its adapter was merged onto a quantized base."""
+    """The text of README.md for an export of `source`; `merge`: how its adapter was merged onto a quantized base;
+    `of_base`: sentences on the base's tensors."""
     front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
     what = "LoRA adapter" if is_adapter else "model"
     base = _shown_path(source.base_model) if source.base_model else None
@@ -59,6 +61,7 @@ def model_card(
         OTHER_BASE if source.base_differs else "",
         _section("Training", _training(source)),
         _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
+        _section("Base", "\n".join(f"- {sentence}" for sentence in of_base)),
         _section("Data", _data(source)),
         _section("Recipe", _table(("Key", "Value"), _recipe_rows(source))),
         _section("Use", "\n\n".join(_uses(source, is_adapter, formats))),
@@ -322,7 +325,8 @@ def write_metadata(
         _write_json(folder / CONFIG_FILE, target.written_config(weights.dtype, options.trust_remote_code))
         _write_json(folder / GENERATION_FILE, _generation_config(source, target))
     if weights.model:
-        _write_text(folder / CARD_FILE, model_card(source, title, merge=weights.merge, formats=options.formats))
+        keys: Any = {"merge": weights.merge, "formats": options.formats, "of_base": weights.account.sentences}
+        _write_text(folder / CARD_FILE, model_card(source, title, **keys))
     if not is_folder:
         return
     if source.adapter is not None and weights.adapter is not None:

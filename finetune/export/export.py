@@ -12,7 +12,8 @@ import torch
 from finetune.config.families import find_family
 from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
-from finetune.export.card import has_chat_template, has_tokenizer, write_metadata
+from finetune.export.base_account import NOTHING_CARRIED, account_for_base
+from finetune.export.card import CARD_FILE, has_chat_template, has_tokenizer, write_metadata
 from finetune.export.formats import PLANNERS
 from finetune.export.merge_choice import choose_merge
 from finetune.export.publish import (
@@ -31,6 +32,7 @@ from finetune.export.values import refuse_idle
 from finetune.export.verify import start_logits, start_verification
 from finetune.export.write import Weights, make_files, plan_weights, write_weights
 from finetune.files.network import check_push, push_folder
+from finetune.files.tensors import read_files
 from finetune.units import disk_size
 
 
@@ -125,7 +127,9 @@ def export_source(
         refuse_idle(source.adapter, str(source.path))
     merge = choose_merge(source, target, options, log)  # with all cores: it computes more than it reads
     with _one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
-        weights = plan_weights(source, target, options, merge)
+        account = account_for_base(source, target, options.formats) if options.model else NOTHING_CARRIED
+        target = account.target or target
+        weights = plan_weights(source, target, options, merge, account)
         planners = [planner for planner in map(PLANNERS.get, options.formats) if planner is not None]
         plans = [plan(source, target, weights, options, title, log) for plan in planners]
         is_folder = "safetensors" in options.formats
@@ -138,7 +142,11 @@ def export_source(
                 make_files(folder, weights)
                 with start_verification(folder, weights, options, logits, reload) as (on_disk, verify):
                     verdict = verify(write_weights(folder, weights, on_disk))
+                if is_proven:
+                    exported = read_files(folder / shard.name for shard in weights.model)
+                    account.refuse_lost(exported.keys(), (folder / CARD_FILE).read_text(encoding="utf-8"))
                 said.append(f"{output}: {_describe(source, weights)}{verdict}")
+                said += [f"base    {sentence}" for sentence in account.sentences]
             for plan in plans:
                 said += [f"{output}/{line}" for line in plan.write(folder, logits)]
     for line in (*said, *describe_use(_find_commands(source, target, weights, options, output))):

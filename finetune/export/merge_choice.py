@@ -22,7 +22,7 @@ from finetune.export.values import choose_written_dtype, find_quantized, find_st
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json, read_bounded
 from finetune.models.documents import depends_on_length, install_document_rotary
-from finetune.models.loss_chunks import LogitTransform
+from finetune.models.head_factors import measure_head_factors
 
 ROWS_FILE = "comparison_rows.json"  # in the run's folder
 ROW_TOKENS = 1024  # of a row, at most
@@ -155,7 +155,7 @@ def measure(
     round_inputs: of each variant, what is done to the inputs of linear layers; none: nothing.
     """
     plain: Any = model
-    count, transform = len(variants), LogitTransform.from_config(plain.config)
+    count, factors = len(variants), measure_head_factors(plain)
     chunk = max(1, loss_chunk_tokens(plain.config.get_text_config().vocab_size, "cpu") // count)
     real = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).flatten()
     labels = rows.labels.flatten()[real]
@@ -167,10 +167,10 @@ def measure(
         inputs["position_ids"] = torch.arange(rows.input_ids.shape[1]).minimum(rows.lengths[:, None] - 1)
     with stream(model, variants, round_inputs):
         inputs = {name: ids.repeat(count, 1) for name, ids in inputs.items()}
-        hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state
+        hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state * factors.before
         hidden = hidden.reshape(count, real.numel(), -1)[:, real]
         for start in range(0, len(labels), chunk):
-            scores, _ = transform.forward(plain.get_output_embeddings()(hidden[:, start : start + chunk]).float())
+            scores, _ = factors.logits.forward(plain.get_output_embeddings()(hidden[:, start : start + chunk]).float())
             wanted = labels[start : start + chunk].repeat(count)
             each = functional.cross_entropy(scores.flatten(0, 1), wanted, ignore_index=IGNORE_INDEX, reduction="none")
             losses += each.view(count, -1).double().sum(1)

@@ -58,6 +58,7 @@ class Source:
     adapter: Adapter | None = None
     base_model: str | None = None  # a hub name or a folder
     base: Path | None = None  # its folder, where it is on this machine
+    base_is_named: bool = False  # by --base-model
     base_differs: bool = False  # known not to have the weights that the adapter was trained on
     state: Mapping[str, Any] = field(default_factory=dict)  # state.json of a checkpoint of this project
     run: Path | None = None  # the run's folder, where the source belongs to one
@@ -86,7 +87,7 @@ def open_source(path: Path, *, base_model: str | None = None, log: Callable[[str
     """
     checkpoint = _find_checkpoint(path, log)
     if checkpoint is not None:
-        source = _open_checkpoint(checkpoint, base_model)
+        source = replace(_open_checkpoint(checkpoint, base_model), base_is_named=base_model is not None)
         return replace(source, base_differs=not _is_base_the_trained_one(source, base_model, log))
     if (path / ADAPTER_CONFIG).exists():
         return _open_adapter(path, base_model)

@@ -320,10 +320,11 @@ def plan_values(
         written = dtype if is_asked or of_run or name not in target.beside else stored_dtype
         value = stored_value(stored[name], name, target.written_dtype(name, stored_dtype, written))
         if name in quantized:
-            value = replace(value, rows=_dequantized_rows(stored[name], read_dequantized))
+            value = replace(value, rows=dequantized_rows(stored[name], read_dequantized))
         found[name] = merged_value(updates[name], value) if name in updates else value
     return found
 
 
-def _dequantized_rows(stored: StoredTensor, read_dequantized: ReadDequantized) -> Callable[[int, int], torch.Tensor]:
+def dequantized_rows(stored: StoredTensor, read_dequantized: ReadDequantized) -> Callable[[int, int], torch.Tensor]:
+    """The rows of a `Value` that is read by `read_dequantized`, of `make_dequantizer`."""
     return lambda start, stop: read_dequantized(stored)[start:stop].float()

@@ -34,6 +34,7 @@ from finetune.export.target import TargetModel, describe_target, import_transfor
 from finetune.export.values import BASE_LAYER, WeightUpdate, find_parameter_updates, find_quantized, make_dequantizer
 from finetune.export.write import Digests, Weights, ignore
 from finetune.files.tensors import SINGLE_FILE, HeaderEntry, read_files, read_header
+from finetune.models.carried import carries
 from finetune.models.load import auto_class_of
 from finetune.models.lora import inject_adapters
 from finetune.models.weights import Slices, boxes_of_parameters
@@ -345,11 +346,13 @@ def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> Non
         if (folder / "tokenizer_config.json").exists():
             AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        _, loading_info = auto_class_of(config).from_pretrained(
+        model, loading_info = auto_class_of(config).from_pretrained(
             folder, device_map="meta", output_loading_info=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # whatever is wrong, the folder must not be published
         raise UserError(f"transformers cannot open it: {type(error).__name__}: {error}") from None
+    may_carry = carries(model)
+    loading_info["unexpected_keys"] = {name for name in loading_info["unexpected_keys"] if not may_carry(name)}
     wrong = {kind: sorted(map(str, names)) for kind, names in loading_info.items() if names}
     if wrong:
         raise UserError(

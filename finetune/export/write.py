@@ -16,6 +16,7 @@ from finetune.config.pretrained import ADAPTER_WEIGHTS, why_unsupported
 from finetune.constants import ADAPTER
 from finetune.distributed.model_parts import Values
 from finetune.errors import UserError, progress_bar
+from finetune.export.base_account import NOTHING_CARRIED, BaseAccount, plan_carried
 from finetune.export.merge_choice import MergeChoice
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
@@ -126,6 +127,7 @@ class Weights:
     stored: Mapping[str, StoredTensor]  # by the target's names: the checkpoint's, or the base's under an adapter
     merge: MergeChoice | None = None  # of an adapter that was trained on a quantized base
     is_merged: bool = False  # whether an adapter is in the model's values
+    account: BaseAccount = NOTHING_CARRIED  # of the base's tensors
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -134,6 +136,11 @@ class Weights:
     @property
     def byte_count(self) -> int:
         return sum(shard.byte_count for shard in self.shards)
+
+    @property
+    def values(self) -> list[Value]:
+        """The tensors of the model itself, without those that are carried over from the base."""
+        return [value for shard in self.model for value in shard.values if value.name not in self.account.carried]
 
 
 Digests = Mapping[str, str]  # tensor -> xxh3_128 of its bytes, taken from memory on their way to the file
@@ -144,7 +151,11 @@ def ignore(_file: str, _end: int) -> None:
 
 
 def plan_weights(
-    source: Source, target: TargetModel, options: ExportOptions, merge: MergeChoice | None = None
+    source: Source,
+    target: TargetModel,
+    options: ExportOptions,
+    merge: MergeChoice | None = None,
+    account: BaseAccount = NOTHING_CARRIED,
 ) -> Weights:
     """The files of the result, and how each tensor in them follows from what is stored. Reads no values, but tied ones.
 
@@ -168,9 +179,11 @@ def plan_weights(
         base = stored[name]
         return read_dequantized(base)[slices] if name in quantized else read_slice(base, slices)
 
-    values, is_merged = list(_plan_files(source, target, read_base, planned)), source.adapter is not None
+    values = list(_plan_files(source, target, read_base, planned))
+    values += plan_carried(account, source, target, dtype, is_asked=is_asked)
     shards = _split_into_shards(values, read_size(options.max_shard_size))
-    return Weights(shards, adapter, dtype, stored, merge, is_merged)
+    is_merged = source.adapter is not None
+    return Weights(shards, adapter, dtype, stored, merge, is_merged, account)
 
 
 def _plan_files(

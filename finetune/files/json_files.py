@@ -29,6 +29,8 @@ def read_bounded(path: Path) -> bytes:
 
 def open_plain(path: Path) -> FileIO:
     """A plain file, opened for reading. Raises `OSError`."""
+    if "\0" in str(path):  # of which Python raises a `ValueError`
+        raise OSError(errno.EINVAL, "a name with a NUL, which no file has")
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a plain file")
     return FileIO(path)
@@ -79,12 +81,15 @@ def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
 
     A last line without its end is dropped where it is cut: a run was killed, or is writing it.
     """
+    return [value for _, value in read_lines_as_written(path)]
+
+
+def read_lines_as_written(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """As `read_json_lines`, each with its bytes, without the end of the line."""
     if not path.is_file():
         return []
-    *lines, tail = path.read_bytes().split(b"\n")
-    found = [_parse(line) for line in lines]
-    last = _parse(tail)
-    return found if last is None else [*found, last]
+    found = [(line, _parse(line)) for line in path.read_bytes().split(b"\n")]
+    return found if found[-1][1] is not None else found[:-1]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

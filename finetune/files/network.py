@@ -3,17 +3,20 @@
 import json
 import os
 import shlex
+import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
 from finetune.constants import ADAPTER_CONFIG, EXPORT
-from finetune.errors import UserError, first_line
+from finetune.errors import UserError, first_line, printable
 from finetune.files.json_files import read_json_object
 
 
@@ -172,24 +175,93 @@ def _without_local_base(path: Path, log: Callable[[str], object]) -> Path | byte
     return f"{json.dumps(config | {'base_model_name_or_path': name}, indent=2)}\n".encode()
 
 
+MAX_ANSWER_BYTES = 64 << 20  # of a server's answer; a completion of 100,000 tokens takes a tenth of it
+UNAVAILABLE, FIRST_ERROR = 503, 400
+WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before a server that is not available is asked again
+
+
 def send(url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
     """What a server answers at `url`: to a POST of `body` as JSON, or to a GET where it is None.
 
+    One that says that it is not available (503) is asked again, four times at most.
+
     Raises:
-        UserError: No answer within `seconds`, or one that is an error, with what the server says of it.
+        UserError: No whole answer within `seconds`, one of more than MAX_ANSWER_BYTES, or one that is an error, with
+            what the server says of it.
     """
+    deadline = time.monotonic() + seconds
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    for wait in (*WAITS, None):
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        try:
+            status, content = _fetch(request, deadline)
+        except (OSError, ValueError, HTTPException) as error:  # the last: it breaks off, or speaks another protocol
+            reason = printable(str(getattr(error, "reason", error) or type(error).__name__))[:300]
+            if time.monotonic() >= deadline:
+                reason = f"timed out after {seconds:g} s"
+            raise UserError(f"{url}: no answer: {reason}") from None
+        if status == UNAVAILABLE and wait is not None and time.monotonic() + wait < deadline:
+            time.sleep(wait)
+            continue
+        if status >= FIRST_ERROR:
+            raise UserError(f"{url}: answered {status}: {_read_message(content)}")
+        if len(content) > MAX_ANSWER_BYTES:
+            raise UserError(f"{url}: its answer has more than {MAX_ANSWER_BYTES:,} bytes; is this the right server?")
+        return content
+    raise AssertionError("the last try ends above")
+
+
+def _fetch(request: urllib.request.Request, deadline: float) -> tuple[int, bytes]:
+    """(the status of a server's answer, its first MAX_ANSWER_BYTES + 1 bytes), cut at `deadline`.
+
+    The timeout of a socket is that of each piece: a server that sends a byte now and then would never meet it.
+    """
+    timers: list[threading.Timer] = []
+
+    def start_timer(connection: HTTPConnection) -> None:
+        left = max(0.0, deadline - time.monotonic())
+        timer = threading.Timer(left, _cut, [connection.sock])
+        timer.daemon = True
+        timer.start()
+        timers.append(timer)
+
+    class Plain(HTTPConnection):
+        def connect(self) -> None:
+            super().connect()
+            start_timer(self)
+
+    class Encrypted(HTTPSConnection):
+        def connect(self) -> None:
+            super().connect()
+            start_timer(self)
+
+    class OpenPlain(urllib.request.HTTPHandler):
+        def http_open(self, asked: urllib.request.Request) -> Any:
+            return self.do_open(Plain, asked)
+
+    class OpenEncrypted(urllib.request.HTTPSHandler):
+        def https_open(self, asked: urllib.request.Request) -> Any:
+            return self.do_open(Encrypted, asked)
+
+    opener = urllib.request.build_opener(OpenPlain, OpenEncrypted)
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return bytes(answer.read())
-    except urllib.error.HTTPError as error:
-        said = b""
-        with suppress(OSError, HTTPException):
-            said = error.read(1 << 16)
-        raise UserError(f"{url}: answered {error.code}: {_read_message(said)}") from None
-    except (OSError, ValueError, HTTPException) as error:  # the last: it breaks off, or speaks another protocol
-        raise UserError(f"{url}: no answer: {getattr(error, 'reason', error) or type(error).__name__}") from None
+        try:
+            answer = opener.open(request, timeout=max(1e-3, deadline - time.monotonic()))
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            content = bytes(answer.read(MAX_ANSWER_BYTES + 1))
+        if time.monotonic() >= deadline:  # what was cut may look like an end
+            raise TimeoutError
+        return int(answer.status or 0), content
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _read_message(content: bytes) -> str:
@@ -201,4 +273,4 @@ def _read_message(content: bytes) -> str:
     text = content.decode(errors="replace")
     with suppress(ValueError, KeyError, TypeError):
         text = str(json.loads(text)["error"]["message"])
-    return " ".join(text.split())[:300]
+    return printable(" ".join(text.split()))[:300]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files.durable import replace_file
-from finetune.files.json_files import read_json_lines, read_json_object
+from finetune.files.json_files import read_json_lines, read_json_object, read_lines_as_written
+from finetune.files.network import find_local_folder
 
 BENCHMARKS = "benchmarks.json"
 
@@ -39,6 +40,13 @@ class BenchmarkResult:
     def key(self) -> tuple[object, ...]:
         """Results with the same key replace each other."""
         return (self.model, self.task, self.metric, self.filter, self.num_fewshot, self.chat_template)
+
+
+def find_origin(folder: Path) -> Path | None:
+    """The base of the checkpoint whose model/ is `folder`, if it is one whose base has weights on this machine."""
+    base = read_json_object(folder.parent / "state.json").get("base_model")
+    found = find_local_folder(base) if isinstance(base, str) else None
+    return found if found is not None and any(found.glob("*.safetensors")) else None
 
 
 def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:
@@ -128,14 +136,23 @@ DIVERGED_LINES = 10  # lines of metrics in a row
 def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
     """Keeps the lines of metrics.jsonl or samples.jsonl up to `step`, that of the checkpoint from which a run resumes,
     and returns them. What an interrupted run wrote after it is written again; so is all of a run that starts over.
+    The bytes of what is kept stay as they were.
     """
     if not path.exists():
         return []
-    whole = readable_lines(read_json_lines(path))
-    if path.name == "metrics.jsonl":  # a prompt may be given, and answered, twice
-        whole = remove_doubled(whole)
-    kept = [line for line in whole if line.get("step", 0) <= step and step > 0]
-    replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
+    seen = set[str]()
+    kept: list[dict[str, Any]] = []
+    text = b""
+    for written, line in read_lines_as_written(path):
+        if not readable_lines([line]) or line is None or line.get("step", 0) > step or step == 0:
+            continue
+        said = json.dumps(line, sort_keys=True)
+        if path.name == "metrics.jsonl" and said in seen:  # of samples a prompt may be given, and answered, twice
+            continue
+        seen.add(said)
+        kept.append(line)
+        text += written + b"\n"
+    replace_file(path, text.decode())
     return kept
 
 

@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from finetune.checkpoint.manifest import find_checkpoint_of
 from finetune.config.module_names import peft_name
+from finetune.config.pretrained import check_adapter_config
 from finetune.config.quantization import describe_quantization, read_published_form
 from finetune.config.schema import RENDERINGS, Model
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
@@ -187,6 +188,7 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
     name = options.base_model or config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{folder / ADAPTER_CONFIG}: names no base model; name it with --base-model")
+    check_adapter_config(config, str(folder / ADAPTER_CONFIG))
     model = _load_base(find_base(name, config.get("revision"), with_weights=True), options)
     _grow_vocabulary(model, folder)
     with _one_sentence(str(folder), "its adapter"), warnings.catch_warnings():

@@ -410,14 +410,26 @@ def _attend_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     return (weights @ value).view(rows, 1, heads, value.shape[3])
 
 
+def _attend_one_token_on_gpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """A token's attention to a cache, by SDPA with the heads of a group as its queries: the cache is not copied for
+    each head, as transformers does where there is a mask."""
+    rows, heads, _, size = query.shape
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
+    attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    return attended.reshape(rows, 1, heads, value.shape[3])
+
+
 def attend_with_mask(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
     """Attention under a mask or a cache: transformers' SDPA, or written out where SDPA cannot."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if options.is_fusible and query.shape[2] == 1 and query.device.type == "cpu" and not query.requires_grad:
-        return _attend_one_token(query, key, value, mask, options.scale)
+    if options.is_fusible and query.shape[2] == 1 and not query.requires_grad and options.dropout == 0.0:
+        attend = _attend_one_token if query.device.type == "cpu" else _attend_one_token_on_gpu
+        return attend(query, key, value, mask, options.scale)
     if options.is_fusible:
         out: Tensor = sdpa_attention_forward(
             module, query, key, value, mask, dropout=options.dropout, scaling=options.scale

@@ -12,6 +12,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.distributed.model_parts import trunk_of
 from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
+from finetune.models.head_factors import measure_head_factors
 from finetune.models.loss_chunks import (
     PLAIN,
     ChunkFunction,
@@ -71,6 +72,7 @@ class CrossEntropyHead(nn.Linear):
     The loss is computed inside this module's forward, so that FSDP gathers the weight for it, once.
     """
 
+    before: float  # by which its class multiplies what it reads
     logits: LogitTransform
     label_smoothing: float  # while training
     token_weights: TokenWeights | None = None  # while training
@@ -92,6 +94,10 @@ class CrossEntropyHead(nn.Linear):
         weight, bias, shard = find_local_head(self.weight, self.bias)
         given = hidden.flatten(0, -2), weight, labels.flatten(), self.chunk_options()._replace(shard=shard)
         return linear_cross_entropy(*given, bias=bias, trained_positions=trained_positions)
+
+    def scale(self, hidden: Tensor) -> Tensor:
+        """What the head reads of what the trunk returns."""
+        return hidden if self.before == 1.0 else hidden * self.before
 
     def chunk_options(self) -> ChunkOptions:
         """How its loss is computed: smoothing and weights of tokens belong to training alone."""
@@ -123,8 +129,9 @@ def install_loss(model: Any, label_smoothing: float = 0.0, token_weights: TokenW
             f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain linear layer, and "
             "cannot be trained here; name another model"
         )
+    factors = measure_head_factors(model)
     head.__class__ = CrossEntropyHead
-    head.logits = LogitTransform.from_config(model.config)  # type: ignore[assignment]
+    head.before, head.logits = factors  # type: ignore[assignment]
     head.label_smoothing = label_smoothing  # type: ignore[assignment]
     head.token_weights = token_weights  # type: ignore[assignment]
     plain = type(model).forward
@@ -147,7 +154,8 @@ def install_loss(model: Any, label_smoothing: float = 0.0, token_weights: TokenW
             hidden = trunk_of(self)(*args, **kwargs | {"use_cache": False}).last_hidden_state
         else:
             hidden = forward_images(self, images, image_counts, **kwargs)
-        return self.get_output_embeddings()(hidden, labels, trained_positions, head_function)
+        head = self.get_output_embeddings()
+        return head(head.scale(hidden), labels, trained_positions, head_function)
 
     # On the instance, not the class: FSDP's hooks run around this forward, and would be skipped by calling the trunk.
     model.forward = MethodType(forward, model)

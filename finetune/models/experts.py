@@ -100,8 +100,15 @@ def find_factors(adapters: Iterable[Any], own: slice = slice(None)) -> Factors:
 def compute_experts(
     module: nn.Module, parameters: Mapping[str, Tensor], experts: int, *inputs: Any, factors: Factors | None = None
 ) -> Any:
-    """What `module`, a layer of experts, computes with `parameters` of so many experts in place of its own, and the
-    `factors` of their adapters."""
+    """Runs an expert layer with other expert weights.
+
+    Args:
+        module: The layer.
+        parameters: The weights, by the names of the module's own.
+        experts: How many experts the weights hold.
+        inputs: Of the module's forward.
+        factors: Of the adapters of the weights.
+    """
     if factors:
         return compute_in_groups(module, inputs, parameters=parameters, factors=factors)
     return type(module).forward(_StandIn(module, parameters, experts), *inputs)

@@ -1,7 +1,7 @@
 """Loads a recipe's model onto the ranks: built, adapted, sharded, filled with weights, and compiled where asked for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ from finetune.distributed.model_parts import Values, other_parts, take_language_
 from finetune.distributed.parallelize import gathered, parallelize
 from finetune.distributed.world import World
 from finetune.errors import UserError, on_one_line
-from finetune.files.network import download_folder
-from finetune.files.tensors import read_folder
+from finetune.files.json_files import read_json_object
+from finetune.files.network import download_folder, find_local_folder
+from finetune.files.run_files import find_origin
+from finetune.files.tensors import INDEX_FILE, StoredTensor, read_folder
 from finetune.flops import forward_flop_per_token_of
+from finetune.models.carried import find_carried, predicts
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
 from finetune.models.decoder_layers import (
@@ -53,6 +56,7 @@ from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameter
 from finetune.models.loss_chunks import TokenWeights
 from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
+from finetune.models.reach import BlankDocument, freeze_unreached
 from finetune.models.routing import install_routing
 from finetune.models.vision import record_outputs
 from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values, untie_as_stored
@@ -70,6 +74,72 @@ class ModelSize:
     active: int  # those that work on one token: of a mixture's routed experts, the ones that it chooses
     multiplied: int  # active ones in matrix products: all but an untied input embedding
     frozen_multiplied: int  # those among them without a gradient of their own; adapters, which are small, count as such
+    unreached: tuple[str, ...] = ()  # names of parameters that the recipe would train, and that no image reaches
+    carried: Mapping[str, StoredTensor] = field(default_factory=dict)  # of the base's files, beside the parameters
+
+    @property
+    def carried_bytes(self) -> int:
+        """What the export holds beside the parameters."""
+        return sum(tensor.byte_count for tensor in self.carried.values())
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model on meta, adapted, before it is sharded. Returned by `build_model`."""
+
+    model: nn.Module
+    size: ModelSize
+    values: Values  # of its parameters, adapters included
+    base: Values  # of the base's
+    stored: Mapping[str, StoredQuantized]  # weights that the files hold quantized
+    frozen_dtype: torch.dtype  # of a base under adapters
+    offload: ActivationOffload | None
+
+
+def build_model(
+    model: Model,
+    lora: Lora,
+    seed: int,
+    world: World,
+    quantization: Quantization = UNQUANTIZED,
+    optimization: Optimization | None = None,
+    vocabulary: Vocabulary | None = None,
+    blank_document: BlankDocument | None = None,
+) -> BuiltModel:
+    """Builds the model on meta, grown to `vocabulary`, and adapts it. Of its files the headers are read.
+
+    Args:
+        blank_document: Of a vision-language model, to find what an image reaches. None where no row holds one.
+
+    Raises:
+        UserError: It cannot be reached, its files do not fit, or a key names nothing of it.
+    """
+    config = trained_config(load_config(model, vocabulary), model)
+    forget_quantization(config)  # how the files are quantized: they are read here, and the model exported is not
+    built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
+    base, stored = read_base_values(built, config, model, seed, vocabulary)
+    values = base
+    if lora.use_peft:
+        lora = train_new_tokens(built, lora, vocabulary)
+    frozen = DTYPES[frozen_dtype(world.sharding, lora)]
+    _install_forward(built, model, world, optimization, frozen if lora.use_peft else DTYPES[model.dtype])
+    if not lora.use_peft:
+        freeze_modules(built, model)
+        refuse_frozen_tokens(built, vocabulary)
+    else:
+        values = _adapt(built, lora, quantization, base, stored, seed, frozen)
+    unreached = freeze_unreached(built, blank_document) if blank_document is not None else ()
+    checkpoints = world.sharding.activation_checkpointing
+    offload = ActivationOffload(CudaCopies()) if checkpoints and model.activation_offload else None
+    if checkpoints:
+        keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
+        checkpoint_activations(built, *keys, None if model.torch_compile else offload)
+    size = replace(count_parameters(built), unreached=unreached, carried=read_carried(model, built))
+    if stored and quantization.bits is None:
+        raise UserError(
+            f"{min(stored)} is stored quantized, but config.json does not say so; name the unquantized model"
+        )
+    return BuiltModel(built, size, values, base, stored, frozen, offload)
 
 
 def load_model(
@@ -81,40 +151,20 @@ def load_model(
     optimization: Optimization | None = None,
     vocabulary: Vocabulary | None = None,
     quantization_aware: QuantizationAware = UNROUNDED,
+    blank_document: BlankDocument | None = None,
 ) -> tuple[nn.Module, ModelSize]:
-    """Builds the model on meta, grown to `vocabulary`, adapts it, shards it, and reads every rank's slices.
+    """Builds the model as `build_model`, shards it, and reads every rank's slices.
 
     The rules have judged it before. Raises `UserError` for one that cannot be reached, or whose files do not fit.
     """
     multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
-    config = trained_config(load_config(model, vocabulary), model)
-    forget_quantization(config)  # how the files are quantized: they are read here, and the model exported is not
-    built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
-    base, stored = read_base_values(built, config, model, seed, vocabulary)
-    values = base
-    if lora.use_peft:
-        lora = train_new_tokens(built, lora, vocabulary)
-    frozen, unfilled = DTYPES[frozen_dtype(world.sharding, lora)], frozenset[str]()
-    _install_forward(built, model, world, optimization, frozen if lora.use_peft else DTYPES[model.dtype])
-    if not lora.use_peft:
-        freeze_modules(built, model)
-        refuse_frozen_tokens(built, vocabulary)
-    else:
-        values = _adapt(built, lora, quantization, base, stored, seed, frozen)
-    checkpoints = world.sharding.activation_checkpointing
-    offload = ActivationOffload(CudaCopies()) if checkpoints and model.activation_offload else None
-    if checkpoints:
-        keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
-        checkpoint_activations(built, *keys, None if model.torch_compile else offload)
-    size = count_parameters(built)
-    if stored and quantization.bits is None:
-        raise UserError(
-            f"{min(stored)} is stored quantized, but config.json does not say so; name the unquantized model"
-        )
+    made = build_model(model, lora, seed, world, quantization, optimization, vocabulary, blank_document)
+    built = made.model
+    unfilled = frozenset[str]()
     if quantization.bits is not None:
         assert lora.use_peft, "a quantized base is frozen: the recipe reader requires adapters"
-        unfilled = _quantize(built, quantization, frozen, stored)
+        unfilled = _quantize(built, quantization, made.frozen_dtype, made.stored)
     if world.sharding.fp8 is not None:
         from finetune.models.fp8 import multiply_in_fp8  # imports torchao
 
@@ -126,12 +176,12 @@ def load_model(
         keep_factors(built)
     if lora.use_peft and world.sharding.layout != "fsdp1" and not world.sharding.divides_matrices:
         fuse_adapters(built)
-    sharded = parallelize(built, values, world, unfilled)
+    sharded = parallelize(built, made.values, world, unfilled)
     record_outputs(unwrap(sharded))
-    fill_quantized_layers(unwrap(sharded), base, stored, world)
+    fill_quantized_layers(unwrap(sharded), made.base, made.stored, world)
     if model.torch_compile:
-        compile_layers(unwrap(sharded), offload=offload)
-    return sharded, size
+        compile_layers(unwrap(sharded), offload=made.offload)
+    return sharded, made.size
 
 
 def _install_forward(
@@ -187,6 +237,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
             model: Any = auto_class.from_config(
                 config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
+        model.get_input_embeddings()  # of some classes transformers does not know which module it is
     except Exception as error:  # each family reads its config in its own way
         reason = on_one_line(error)
         raise UserError(
@@ -260,6 +311,39 @@ def read_base_values(
     values = stored_values(built, stored, str(folder), quantized, vocabulary)
     load_buffers(built, stored)
     return values, quantized
+
+
+def read_carried(model: Model, built: nn.Module | None = None) -> dict[str, StoredTensor]:
+    """The tensors of the recipe's base that an export carries over. `built`: its model, where that is at hand."""
+    if model.model_name_or_path is None:
+        return {}
+    if built is None:
+        built = build_on_meta(trained_config(load_config(model), model), torch.float32, model.trust_remote_code)
+    carried, quantized = read_carried_of(built, weights_folder(model), model.drop_vision)
+    return {name: quantized[name].codes if name in quantized else tensor for name, tensor in carried.items()}
+
+
+def read_carried_of(
+    built: nn.Module, folder: Path, drop_vision: bool = False
+) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
+    """The tensors of the base in `folder` that an export of `built` carries over, and the quantized ones of them.
+
+    A checkpoint holds what is trained alone: what is carried over are the tensors of the base that it was trained from.
+    """
+    carried: dict[str, StoredTensor] = {}
+    quantized: dict[str, StoredQuantized] = {}
+    seen = set[Path]()
+    origin: Path | None = folder
+    while not carried and origin is not None and origin not in seen:
+        seen.add(origin)
+        stored, quantized = split_quantized(read_folder(origin), str(origin))
+        own = take_language_model(stored) if drop_vision else stored
+        carried = find_carried(built, convert_to_parameters(built, own, str(origin)))
+        if drop_vision:
+            predicts_tokens = predicts(built)
+            carried |= {name: tensor for name, tensor in stored.items() if name not in own and predicts_tokens(name)}
+        origin = find_origin(origin)
+    return carried, {name: quantized[name] for name in carried.keys() & quantized.keys()}
 
 
 def weights_folder(model: Model) -> Path:
@@ -337,19 +421,41 @@ def _quantize(
     return of_experts | quantize_layers(model, quantization, dtype, stored)
 
 
-def load_teacher(recipe: Recipe, world: World) -> Teacher:
-    """Builds the recipe's teacher on meta, shards it over the ranks, and reads every rank's own slices.
-
-    Whether it can teach, the rules on `read_teacher_facts` answer first. Raises `UserError` for a model that
-    cannot be reached, or whose files do not fit its config.
-    """
+def build_teacher(
+    recipe: Recipe, world: World
+) -> tuple[nn.Module, torch.dtype, Quantization, Values, Mapping[str, StoredQuantized]]:
+    """(the recipe's teacher on meta, its dtype, how it is quantized, its values, its weights that the files hold
+    quantized). Raises `UserError` for a model that cannot be reached, or whose files do not fit its config."""
     keys, dtype = recipe.teacher, DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
     assert keys is not None
     config = load_config(keys)
     quantization = read_teacher_quantization(getattr(config, "quantization_config", None), recipe.method)
     forget_quantization(config)
     model = build_on_meta(config, dtype, keys.trust_remote_code).requires_grad_(False).eval()
-    values, stored = read_base_values(model, config, keys)
+    return model, dtype, quantization, *read_base_values(model, config, keys)
+
+
+def is_here(model: Model) -> bool:
+    """Whether all of the model's weights are on this machine, or come from a seed."""
+    name = model.model_name_or_path
+    if name is None or Path(name).is_dir():
+        return True
+    folder = find_local_folder(name, model.model_revision)
+    if folder is None:
+        return False
+    listed = read_json_object(folder / INDEX_FILE).get("weight_map", {"": "model.safetensors"})
+    return all((folder / file).is_file() for file in set(listed.values()))
+
+
+def load_teacher(recipe: Recipe, world: World) -> Teacher:
+    """Builds the recipe's teacher on meta, shards it over the ranks, and reads every rank's own slices.
+
+    Whether it can teach, the rules on `read_teacher_facts` answer first. Raises `UserError` for a model that
+    cannot be reached, or whose files do not fit its config.
+    """
+    keys = recipe.teacher
+    assert keys is not None
+    model, dtype, quantization, values, stored = build_teacher(recipe, world)
     install_attention(model, keys.attn_implementation, world.sequence_group)
     install_loss(model)
     install_experts(model, world, dtype, keys.torch_compile)

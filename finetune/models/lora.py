@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -307,13 +307,23 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
+# Layers of one module that transformers' code calls with the same input.
+SHARED_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+)
+
+
 def fuse_adapters(model: nn.Module) -> int:
     """Has plain LoRA layers of `model` compute y = x W^T + s (x A^T) B^T (Hu et al. 2021, eq. 3) in one operation.
 
     peft adds layer by layer: in the forward it writes three more tensors of the output's size (the adapter's product,
     scaled, and the sum), and in the backward two (the scaled gradient, and the second gradient of the input). Under
     autocast each adapter keeps a cast copy of the input that several layers share. Here the adapter is added by the
-    product itself, and the input is kept as it is.
+    product itself, and the input is kept as it is. Layers that share their input (q, k and v) are one operation
+    together: their A's are one product, and so are the gradients of the input.
 
     Returns how many layers there are. Layers with dropout or DoRA stay peft's. For layouts in which the adapter's
     matrices are whole in the forward of the layer: not under FSDP1, whose units they are, nor tensor parallelism, which
@@ -321,9 +331,18 @@ def fuse_adapters(model: nn.Module) -> int:
     """
     from peft.tuners.lora.layer import Linear
 
-    layers = [module for module in model.modules() if type(module) is Linear and _is_plain(module)]
-    for layer in layers:
+    layers = {name: module for name, module in model.named_modules() if type(module) is Linear and _is_plain(module)}
+    for layer in layers.values():
         layer.__class__ = _fused_class()
+        layer.group = (layer,)
+        layer.ready = None
+    for name, layer in layers.items():
+        leaf = name.rpartition(".")[2]
+        path = name.removesuffix(leaf)
+        for names in SHARED_INPUTS:
+            members = [layers[path + each] for each in names if path + each in layers]
+            if members and layer is members[0]:
+                layer.group = tuple(members)
     return len(layers)
 
 
@@ -340,81 +359,184 @@ def _fused_class() -> type[nn.Module]:
     from peft.tuners.lora.layer import Linear as PeftLinear
 
     class Linear(PeftLinear):  # type: ignore[misc]
+        casts_parameters = True  # which FSDP2 need not do
+        group: tuple[Any, ...]  # the layers whose outputs this one computes, itself first
+        ready: tuple[Tensor, Tensor] | None  # an input, and the output that the first of its group has computed for it
+
         def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
-            is_usual = not (arguments or keys or self.disable_adapters or self.merged)
-            if not is_usual or not _is_fusable(self.base_layer):
+            ready, self.ready = self.ready, None
+            if arguments or keys or not self.is_fusable():
                 output: Tensor = super().forward(x, *arguments, **keys)
                 return output
-            return _multiply(self, x)
+            if ready is not None and ready[0] is x:
+                return ready[1]
+            others = self.group[1:]
+            if any(other.ready is not None or not other.is_fusable() for other in others):
+                # They are not called with this input, or not at all.
+                self.group = (self,)
+                others = ()
+            outputs = multiply((self, *others), x)
+            for other, output in zip(others, outputs[1:], strict=True):
+                other.ready = (x, output)
+            return outputs[0]
+
+        def is_fusable(self) -> bool:
+            """Whether weight and bias are frozen, and multiplied as they are, or dequantized."""
+            base = self.base_layer
+            has_frozen_bias = base.bias is None or not base.bias.requires_grad
+            is_known = type(base) in (nn.Linear, QuantizedLinear)
+            return is_known and has_frozen_bias and not self.disable_adapters and not self.merged
 
     return Linear
 
 
-def _is_fusable(base: nn.Module) -> bool:
-    """Whether this layer's weight and bias are frozen, and multiplied as they are, or dequantized."""
-    bias: Any = base.bias
-    return type(base) in (nn.Linear, QuantizedLinear) and (bias is None or not bias.requires_grad)
+class _LayerForm(NamedTuple):
+    """What `_LoraLinears` has to know of a layer beside its tensors."""
+
+    scale: float
+    dtype: torch.dtype  # of the products
+    quantized: Form | None
 
 
-def _multiply(layer: Any, x: Tensor) -> Tensor:
-    base, device = layer.base_layer, x.device.type
+LAYER_TENSORS = 5  # of each layer, in the arguments of `_LoraLinears`: A, B, bias, weight or codes, scales
+
+
+def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """The outputs [..., out] of fused layers for one input [..., in]."""
+    device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    form, weight, scales = base.stored_weight(dtype) if type(base) is QuantizedLinear else (None, base.weight, None)
-    a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
-    product: Tensor = _LoraLinear.apply(x, a, b, layer.scaling[ADAPTER_NAME], base.bias, dtype, form, weight, scales)  # type: ignore[no-untyped-call]
-    return product.view(*x.shape[:-1], product.shape[-1])  # outside, so that a model may add to it in place (Falcon)
+    forms: list[_LayerForm] = []
+    tensors: list[Tensor | None] = []
+    for layer in layers:
+        base = layer.base_layer
+        is_quantized = type(base) is QuantizedLinear
+        form, weight, scales = base.stored_weight(dtype) if is_quantized else (None, base.weight, None)
+        forms.append(_LayerForm(layer.scaling[ADAPTER_NAME], dtype, form))
+        tensors += layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight, base.bias, weight, scales
+    products: tuple[Tensor, ...] = _LoraLinears.apply(x, tuple(forms), *tensors)  # type: ignore[no-untyped-call]
+    # Outside, so that a model may add to an output in place (Falcon).
+    return [product.view(*x.shape[:-1], product.shape[-1]) for product in products]
 
 
-class _LoraLinear(torch.autograd.Function):
-    """[..., in] -> [rows, out]; weight [out, in], or codes and scales under a `form`; a [rank, in], b [out, rank].
+def add_product(sums: Tensor, left: Tensor, right: Tensor, *, may_be_kept: bool = False) -> Tensor:
+    """sums + left @ right, in the memory of `sums` [rows, columns].
 
-    Computed in `dtype`, whatever autocast says. Kept for the backward: the input as it came, and x A^T [..., rank].
+    may_be_kept: Whether selective checkpointing may have kept `sums`, which it must then find as it was: the sum gets
+        memory of its own, unless it is compiled.
+    """
+    # torch.compile makes its graph functional, in which addmm copies what it adds to: 448 copies of a layer's output
+    # in a step of 8B. It puts an operator of our own back in place, where nothing else reads `sums`.
+    if torch.compiler.is_compiling():
+        _add_product(sums, left, right)
+        return sums
+    # Not addmm_, which models/cpu_products.py cannot override.
+    return torch.addmm(sums, left, right, out=None if may_be_kept else sums)
+
+
+@torch.library.custom_op("finetune::add_product", mutates_args=("sums",))
+def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    torch.addmm(sums, left, right, out=sums)
+
+
+@_add_product.register_fake
+def _(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    pass
+
+
+class _LoraLinears(torch.autograd.Function):
+    """LoRA layers with one input: [..., in] -> [rows, out] of each.
+
+    The tensors of a layer: A [rank, in], B [out, rank], the bias or None, and the weight [out, in], or its codes and
+    scales.
+
+    Computed in the dtype of the forms, whatever autocast says. Kept for the backward: the input as it came, and x A^T
+    [rows, ranks of all layers].
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        a: Tensor,
-        b: Tensor,
-        scale: float,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        form: Form | None,
-        weight: Tensor,
-        scales: Tensor | None,
-    ) -> Tensor:
-        ctx.scale, ctx.dtype, ctx.form = scale, dtype, form
+    def forward(ctx: Any, inputs: Tensor, forms: tuple[_LayerForm, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        layers = _by_layer(tensors)
+        dtype = forms[0].dtype
+        products = []
         with torch.autocast(inputs.device.type, enabled=False):
             rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
-            base = _restore(weight, scales, form, dtype).t()
-            product = rows @ base if bias is None else torch.addmm(bias.to(dtype), rows, base)
-            inner = rows @ a.to(dtype).t()
-            product = torch.addmm(product, inner, b.to(dtype).t(), alpha=scale)
-        ctx.save_for_backward(inputs, inner, a, b, weight, scales)
-        return product
+            inner = rows @ _join_a(layers, dtype).t()
+            for form, own, (_, b, bias, weight, scales) in zip(forms, _own_inner(inner, layers), layers, strict=True):
+                base = _restore(weight, scales, form).t()
+                product = rows @ base if bias is None else torch.addmm(bias.to(dtype), rows, base)
+                products.append(add_product(product, own, _scale_b(b, form).t(), may_be_kept=True))
+        ctx.forms = forms
+        ctx.save_for_backward(inputs, inner, *tensors)
+        return tuple(products)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, inner, a, b, weight, scales = ctx.saved_tensors
-        dtype, of_inputs, of_a, of_b = ctx.dtype, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, inner, *tensors = ctx.saved_tensors
+        forms = ctx.forms
+        layers = _by_layer(tensors)
+        dtype = forms[0].dtype
+        of_tensors: list[Tensor | None] = [None] * len(tensors)
         with torch.autocast(inputs.device.type, enabled=False):
-            of_output = gradient.to(dtype)
-            of_inner = (of_output @ b.to(dtype)) * ctx.scale
-            if ctx.needs_input_grad[2]:
-                of_b = ((of_output.t() @ inner) * ctx.scale).to(b.dtype)
-            if ctx.needs_input_grad[1]:
-                of_a = (of_inner.t() @ inputs.reshape(-1, inputs.shape[-1]).to(dtype)).to(a.dtype)
+            of_outputs = [gradient.to(dtype) for gradient in gradients]
+            of_inner = [
+                of_output @ _scale_b(layer[1], form)
+                for of_output, form, layer in zip(of_outputs, forms, layers, strict=True)
+            ]
+            of_all_inner = of_inner[0] if len(of_inner) == 1 else torch.cat(of_inner, 1)
+            if any(ctx.needs_input_grad[2::LAYER_TENSORS]):
+                rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
+                of_all_a = of_all_inner.t() @ rows
+                of_a = of_all_a.split([layer[0].shape[0] for layer in layers])
+                of_tensors[::LAYER_TENSORS] = [
+                    each.to(layer[0].dtype) for each, layer in zip(of_a, layers, strict=True)
+                ]
+            if any(ctx.needs_input_grad[3::LAYER_TENSORS]):
+                of_tensors[1::LAYER_TENSORS] = [
+                    (of_output.t() @ own).to(layer[1].dtype) * form.scale
+                    for of_output, own, form, layer in zip(
+                        of_outputs, _own_inner(inner, layers), forms, layers, strict=True
+                    )
+                ]
+            of_inputs = None
             if ctx.needs_input_grad[0]:
-                of_rows = of_output @ _restore(weight, scales, ctx.form, dtype)
-                # Not addmm_, which models/cpu_products.py cannot override.
-                of_inputs = torch.addmm(of_rows, of_inner, a.to(dtype), out=of_rows).view(inputs.shape).to(inputs.dtype)
-        return of_inputs, of_a, of_b, None, None, None, None, None, None
+                of_rows = None
+                for of_output, form, (_, _, _, weight, scales) in zip(of_outputs, forms, layers, strict=True):
+                    base = _restore(weight, scales, form, of_output)
+                    if of_rows is None:
+                        of_rows = of_output @ base
+                    else:
+                        add_product(of_rows, of_output, base)
+                assert of_rows is not None
+                add_product(of_rows, of_all_inner, _join_a(layers, dtype))
+                of_inputs = of_rows.view(inputs.shape).to(inputs.dtype)
+        return of_inputs, None, *of_tensors
 
 
-def _restore(weight: Tensor, scales: Tensor | None, form: Form | None, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] as `dtype`."""
-    if form is None:
-        return weight.to(dtype)
+Layer = Sequence[Any]  # LAYER_TENSORS tensors
+
+
+def _by_layer(tensors: Sequence[Tensor | None]) -> list[Layer]:
+    return [tensors[start : start + LAYER_TENSORS] for start in range(0, len(tensors), LAYER_TENSORS)]
+
+
+def _join_a(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor:
+    """A of all layers: [ranks, in]."""
+    each = [layer[0].to(dtype) for layer in layers]
+    return each[0] if len(each) == 1 else torch.cat(each)
+
+
+def _own_inner(inner: Tensor, layers: Sequence[Layer]) -> Sequence[Tensor]:
+    """The columns of each layer in x A^T of all."""
+    return torch.split(inner, [layer[0].shape[0] for layer in layers], 1)
+
+
+def _scale_b(b: Tensor, form: _LayerForm) -> Tensor:
+    return (b * form.scale).to(form.dtype)
+
+
+def _restore(weight: Tensor, scales: Tensor | None, form: _LayerForm, after: Tensor | None = None) -> Tensor:
+    """The weight [out, in]; `after`: in a backward, its gradient."""
+    if form.quantized is None:
+        return weight.to(form.dtype)
     assert scales is not None
-    return dequantize_parameters(weight, scales, form, dtype)
+    return dequantize_parameters(weight, scales, form.quantized, form.dtype, after)

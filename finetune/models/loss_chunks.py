@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.config.families import find_family
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.distributed.tensor_parallel import VocabularyShard
 
@@ -32,17 +31,6 @@ class LogitTransform(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
-
-    @classmethod
-    def from_config(cls, config: Any) -> "LogitTransform":
-        """From a config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2 and others cap."""
-        text = config.get_text_config()
-        scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
-        scaling = getattr(text, "logits_scaling", None) or 1.0  # one key, two meanings
-        scale *= scaling if find_family(text.model_type).multiplies_logits else 1 / scaling
-        softcaps = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
-        softcap = next((cap for name in softcaps if (cap := getattr(text, name, None))), None)
-        return cls(scale, softcap)
 
     def forward(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """The logits that the softmax takes, from the head's output [..., vocabulary], and what `backward` needs.

@@ -88,7 +88,7 @@ Form = tuple[int, int, int, str, bool, int]  # rows, columns, bits, quant_type, 
 class QuantizedWeight(nn.Module):
     """A quantized, frozen weight [..., columns]: stands in a layer of experts under the name of the parameter.
 
-    `part`: of the `whole` weight, the experts that this rank alone keeps, with the codes and scales of the whole.
+    part: The experts this rank keeps; their codes and scales are those of the whole weight.
     """
 
     leaf = ""  # ends the name of the weight after the module's
@@ -204,8 +204,13 @@ def _dequantize(
     double: bool,
     block: int,
     dtype: torch.dtype,
+    after: Tensor | None = None,
 ) -> Tensor:
-    """The weight [rows, columns] of which `codes` and `scales` are the parameters, padding included."""
+    """The weight [rows, columns] of which `codes` and `scales` are the parameters, padding included.
+
+    after: A backward passes its gradient. With the forward's arguments alone, torch.compile would merge both calls and
+        keep the weight from one to the other.
+    """
     quantization = quantize_to(bits, quant_type, double)
     sizes = quantized_bytes(rows, columns, quantization, block)
     code_bytes, scale_bytes = codes.view(torch.uint8)[: sizes.codes], scales.view(torch.uint8)[: sizes.scales]
@@ -213,13 +218,29 @@ def _dequantize(
 
 
 @_dequantize.register_fake
-def _(codes: Tensor, scales: Tensor, rows: int, columns: int, *form: Any) -> Tensor:
-    return codes.new_empty((rows, columns), dtype=form[-1])
+def _(
+    codes: Tensor,
+    scales: Tensor,
+    rows: int,
+    columns: int,
+    bits: int,
+    quant_type: str,
+    double: bool,
+    block: int,
+    dtype: torch.dtype,
+    after: Tensor | None = None,
+) -> Tensor:
+    return codes.new_empty((rows, columns), dtype=dtype)
 
 
-def dequantize_parameters(codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
-    """The weight of a layer of this `form`, from its parameters, as `dtype` [rows, columns]."""
-    weight: Tensor = _dequantize(codes, scales, *form, dtype)
+def dequantize_parameters(
+    codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype, after: Tensor | None = None
+) -> Tensor:
+    """The weight of a layer of this `form`, from its parameters, as `dtype` [rows, columns].
+
+    after: In a backward, its gradient.
+    """
+    weight: Tensor = _dequantize(codes, scales, *form, dtype, after)
     return weight
 
 
@@ -236,7 +257,8 @@ class _DequantizedTwice(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
         codes, scales = ctx.saved_tensors
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None  # trained by `modules_to_save`
-        return gradient @ _dequantize(codes, scales, *ctx.form, gradient.dtype), None, None, of_bias, None
+        weight = _dequantize(codes, scales, *ctx.form, gradient.dtype, gradient)
+        return gradient @ weight, None, None, of_bias, None
 
 
 def recomputed_modules(model: nn.Module) -> set[nn.Module]:

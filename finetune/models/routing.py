@@ -74,10 +74,12 @@ class Routing:
         mask = kwargs.get("token_mask")
         self._mask = None if mask is None else mask.flatten()
         self._logits.clear()
+        for router, _ in self._routers:
+            vars(router).pop(SEEN, None)
 
     def _see(self, router: nn.Module, _inputs: Any, output: Any) -> None:
-        # Within a layer that may be compiled: the same for all of them.
-        if self._is_open:
+        # A compiled layer is one graph, in the forward and where it is recomputed; that one ends before it leaves this.
+        if self._is_open or torch.compiler.is_compiling():
             setattr(router, SEEN, output)
 
     def _end(self, _model: nn.Module, _args: Any, result: Tensor) -> None:

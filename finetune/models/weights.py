@@ -3,7 +3,6 @@
 Both are pure functions of (name, slices), so every layout and every number of ranks starts from the same weights.
 """
 
-import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from finetune.config.pretrained import Vocabulary, text_config_of
 from finetune.distributed.model_parts import Values, tied_names
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
+from finetune.models.carried import carries
 from finetune.models.embedding import find_grown, grown_reader
 from finetune.models.lora import seed_of
 
@@ -372,8 +372,8 @@ def find_mismatches(
 ) -> list[str]:
     """What is wrong with the tensors `stored` as those of `model`, which are `needed` with these shapes: a sentence on
     those that are missing, one on those without a place in it, and one for each of another shape."""
-    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
-    extra = {name for name in stored.keys() - needed.keys() if not any(re.search(part, name) for part in ignored)}
+    may_carry = carries(model)
+    extra = {name for name in stored.keys() - needed.keys() if not may_carry(name)}
     missing, class_name = needed.keys() - stored.keys(), type(model).__name__
     problems = []
     if missing:

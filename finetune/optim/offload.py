@@ -50,13 +50,24 @@ def align(byte_count: int) -> int:
     return -(-byte_count // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT
 
 
+TOUCHING_THREADS = 8
+TOUCHED_BYTES = 64 * 1024 * 1024  # at once by a thread
+
+
 def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
     """Host memory [bytes, a multiple of OFFLOAD_ALIGNMENT] for direct requests; pinned for GPU ranks.
 
     Not by torch's pinned allocator, which rounds up to a power of two.
     """
-    memory = torch.frombuffer(mmap.mmap(-1, max(align(byte_count), OFFLOAD_ALIGNMENT)), dtype=torch.uint8)
+    size = max(align(byte_count), OFFLOAD_ALIGNMENT)
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
     if device.type == "cuda":
+        # Pages that exist are pinned at 16 GiB/s on the host of an H200, others at 2.
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        with ThreadPoolExecutor(TOUCHING_THREADS) as threads:
+            list(threads.map(torch.Tensor.zero_, torch.split(memory, TOUCHED_BYTES)))
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # where that fails, copies are only slower
     return memory

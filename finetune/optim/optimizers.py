@@ -362,6 +362,34 @@ def build_optimizer(model: nn.Module, optimization: Optimization, world: World |
     return make(groups, optimization)
 
 
+@torch.no_grad()
+def complete_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state that is missing as it is before a parameter's first update. All ranks call it, between steps.
+
+    torch makes the state of a parameter with its first gradient, and a checkpoint holds a state for all that is
+    trained. An update by nothing at a learning rate of 0 makes it, whatever the optimizer; then it is set back to 0.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    missing = [p for p in parameters if p not in optimizer.state]
+    if optimizer.state:  # under FSDP1 a rank that has nothing of a parameter keeps no state of it once it trains
+        missing = [p for p in missing if local_part(p).numel()]
+    if not missing:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in missing:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter in missing:
+        parameter.grad = None
+        for tensor in optimizer.state.get(parameter, {}).values():
+            if isinstance(tensor, Tensor) and not hasattr(local_part(tensor), "codes"):  # torchao's 8 bits are 0
+                tensor.zero_()
+
+
 def _make_adamw(
     make: Callable[..., torch.optim.Optimizer], groups: Groups, keys: Optimization
 ) -> torch.optim.Optimizer:

@@ -86,6 +86,12 @@ class Computation:
         return self.lora is not None and not (self.lora.lora_dropout or self.lora.use_dora)
 
     @property
+    def remakes(self) -> bool:
+        """Whether the backward makes again what a pointwise kernel makes of kept tensors: the compiler's choice, on
+        a GPU (models/decoder_layers.py)."""
+        return self.compiled and not self.cpu and not self.autocast
+
+    @property
     def residual_itemsize(self) -> int:
         """Bytes of a number of the residual stream."""
         return FP32 if self.autocast else self.itemsize
@@ -180,11 +186,15 @@ def recomputed_bytes(a: Architecture, run: Computation) -> int:
 
 
 def working_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token that a layer's backward needs beyond what was saved: the gradients of the MLP's gate and up, and
-    the gradient of the residual stream twice (before and after the norm)."""
+    """Bytes per token that a layer's backward needs beyond what was saved: the gradients of gate and up, their
+    product where it is made again, and the gradient of the residual stream twice (before and after the norm)."""
     if (trace := a.trace(run)) is not None:
         return trace.largest("working", run.document_length)
-    return 2 * a.mlp_width * run.itemsize + 2 * a.hidden * run.residual_itemsize + exchanged_bytes(a, run)
+    return (
+        (3 if run.remakes else 2) * a.mlp_width * run.itemsize
+        + 2 * a.hidden * run.residual_itemsize
+        + exchanged_bytes(a, run)
+    )
 
 
 def exchanged_bytes(a: Architecture, run: Computation) -> int:
@@ -205,6 +215,8 @@ def evaluation_bytes(a: Architecture, run: Computation) -> int:
 def _norm(width: int, a: Architecture, run: Computation, *, itemsize: int | None = None, heads: int = 1) -> int:
     """RMSNorm works in fp32: it saves its input in fp32 (the residual itself where that is fp32), the reciprocal root,
     and the normalized input if the weight is trained (in fp32 if the weight is multiplied in fp32, as in Gemma)."""
+    if run.remakes:  # its input as it came
+        return (itemsize or run.residual_itemsize) * width + FP32 * heads
     normalized = FP32 if a.family.norm_keeps_fp32 else itemsize or run.residual_itemsize
     return FP32 * width + FP32 * heads + (normalized * width if run.lora is None else 0)
 
@@ -213,7 +225,9 @@ def _norms(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
     # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual stream. Autocast
     # casts an fp32 input separately for each layer that reads it.
     inputs = 0 if run.drops_inputs else 2
-    if run.fuses_adapters:
+    if run.remakes:
+        inputs = 2 if a.family.norm_after else 0
+    elif run.fuses_adapters:
         inputs = 2 * run.residual_itemsize // run.itemsize
     elif run.autocast and not a.family.fused and not run.drops_inputs:
         inputs = (3 if a.latent is None else 2) + _count_readers(mixture)
@@ -285,8 +299,10 @@ def _latents(a: Architecture, latent: LatentAttention, run: Computation) -> int:
 
 
 def _mlp(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
-    """down(act(gate) * up): gate, act(gate), up, and their product."""
+    """down(act(gate) * up): gate, act(gate), up, and their product; gate and up where the others are made again."""
     saved = 3 if run.drops_inputs else 4
+    if run.remakes:
+        saved = 2
     if mixture is None:
         return saved * a.intermediate * run.itemsize
     return saved * mixture.shared * run.itemsize + _experts(a, mixture, run)

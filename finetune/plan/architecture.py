@@ -16,6 +16,7 @@ from finetune.config.facts import (
     refuse_wrong_values,
 )
 from finetune.config.families import Family, MixtureKeys, find_family
+from finetune.config.multi_token import count_predicting_layers
 from finetune.config.pretrained import find_config_file
 from finetune.config.schema import Model
 from finetune.errors import UserError
@@ -188,6 +189,7 @@ class Architecture:
     attention_dropout: float = 0.0
     beside: tuple[tuple[TensorShape, ...], ...] = ()  # the other parts of a vision-language model
     prefix: str = "model"  # the name of the language model
+    predicting_layers: int = 0  # for multi-token prediction: they are no parameters, but the export has the base's
 
     @property
     def is_uniform(self) -> bool:
@@ -354,6 +356,17 @@ class Architecture:
         return sum(tensor.numel for tensor in self.tensors())
 
     @property
+    def carried_parameters(self) -> int:
+        """Numbers that an export carries over from the base: of each layer for multi-token prediction a decoder layer,
+        its norms, its projection of two hidden states, and the copies of embedding and head that DeepSeek and GLM have.
+        """
+        layer = sum(tensor.numel for tensor in self.layer(self.widest_layer))
+        projection = 2 * self.hidden**2
+        norms = 3 * self.hidden
+        copies = 2 * self.vocabulary * self.hidden
+        return self.predicting_layers * (layer + projection + norms + copies)
+
+    @property
     def idle_parameters(self) -> int:
         """Numbers that do not work on a given token: of routed experts, and of what text does not reach."""
         beside = sum(tensor.numel for part in self.beside for tensor in part)
@@ -492,4 +505,5 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         attention_dropout=config.get("attention_dropout") or 0.0,
         beside=beside,
         prefix=prefix,
+        predicting_layers=count_predicting_layers(config),
     )

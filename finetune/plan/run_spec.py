@@ -413,15 +413,17 @@ def plan_disk(spec: RunSpec) -> Disk:
 
 
 def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
-    """What all of `export_formats` hold."""
+    """What all of `export_formats` hold; GGUF has nothing of the base beside the model."""
     a, keys, aware = spec.architecture, spec.recipe.checkpoint, spec.recipe.quantization_aware
     whole, quantized = itemsize * a.parameters, 0
+    carried = 0 if spec.recipe.model.model_config is not None else itemsize * a.carried_parameters
     name = keys.export_quantization or aware.quantization_aware_training
     if name is not None:
         group = aware.qat_group_size if name == aware.quantization_aware_training else None
         weights = sum(linear.numel for layer in range(a.layers) for linear in a.linears(layer))
         quantized = whole - int(weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group)))
-    return sum(quantized if each == "compressed-tensors" else whole for each in keys.export_formats)
+    sizes = {"compressed-tensors": quantized + carried, "safetensors": whole + carried}
+    return sum(sizes.get(each, whole) for each in keys.export_formats)
 
 
 def plan_host(spec: RunSpec, peak_bytes: int) -> Host:

@@ -158,8 +158,12 @@ def _after_layers(spec: RunSpec, done: int) -> int:
 
 
 def _within_layer(spec: RunSpec, done: int) -> Iterator[tuple[int, int]]:
-    """(bytes of activations, numbers of the gradients that are there) in the backward of the layer before which so many
-    are done: where its MLP has begun, and where that is through."""
+    """Yields activation bytes and unreduced gradient elements at two points of a layer's backward.
+
+    The points are the beginning of its MLP's backward and its end.
+
+    done: How many layers the backward has passed before.
+    """
     a, run = spec.computed, spec.computation
     is_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
     factors = expert_factor_bytes(a, run).layer if is_again else 0

@@ -123,7 +123,7 @@ def read_run(folder: Path) -> RunRecord:
         folder=folder,
         name=folder.resolve().name,
         lines=tuple(
-            _keep_kinds(line, dict.fromkeys(line, NUMBER) | OF_METRICS) for line in _read_json_lines(folder / METRICS)
+            _keep_kinds(line, dict.fromkeys(line, NUMBER) | OF_METRICS) for line in _read_metrics(folder / METRICS)
         ),
         recipe=_keep_kinds(_read_mapping(folder / RECIPE), OF_RECIPE),
         sharding=_read_mapping(folder / SHARDING),
@@ -158,6 +158,16 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(read_json_lines(path), start=1):
         if line is None:
             raise UserError(f"{path}:{number}: not a JSON object; {CHANGED}")
+        yield line
+
+
+def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl. Raises `UserError` for one that is there twice: it would count twice."""
+    seen: dict[str, int] = {}
+    for number, line in enumerate(_read_json_lines(path), start=1):
+        first = seen.setdefault(json.dumps(line, sort_keys=True), number)
+        if first != number:
+            raise UserError(f"{path}:{number}: says again what line {first} says; {CHANGED}: remove the line")
         yield line
 
 
@@ -364,7 +374,7 @@ def _count_steps(run: RunRecord) -> int | None:
     line = next((line for line in run.lines if line.get("epoch") and line.get("step")), None)
     if line is None or not isinstance(epochs, int | float):
         return None
-    steps_an_epoch: int = round(line["step"] / line["epoch"])
+    steps_an_epoch = round(float(line["step"]) / float(line["epoch"]))
     return math.ceil(epochs * steps_an_epoch)
 
 

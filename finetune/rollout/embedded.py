@@ -1,6 +1,6 @@
 """The embedded engine: the model in training itself samples, where it is, with a key-value cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,15 @@ from finetune.constants import PROMPTS_AT_ONCE
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import keep_gathered
 from finetune.distributed.world import World
+from finetune.errors import on_one_line
 from finetune.models.attention import NAME as PACKED
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+
+# After so many tokens a GPU's rows are looked at, which waits for it. Completions that have ended are sampled until
+# then, and what they are given is dropped.
+TOKENS_BETWEEN_LOOKS = 16
+# A captured step attends to caches of a multiple of so many tokens, and is captured again for the next multiple.
+CAPTURED_TOKENS = 256
 
 
 class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
@@ -26,21 +33,42 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
         super().__init__()
         self._tokens = tokens
         self._reserved: tuple[Tensor, ...] = ()  # keys and values, [rows, heads, tokens, head size]
+        self._place: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Adds tokens; returns the keys and values of all so far."""
+        """Adds tokens; returns the keys and values of all so far, or, after `fix`, of all places shown."""
+        if self._place is not None:
+            for reserved, states in zip(self._reserved, (key_states, value_states), strict=True):
+                reserved.index_copy_(2, self._place, states)
+            return self.keys, self.values
         first = self.get_seq_length()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            (rows, heads), size = key_states.shape[:2], key_states.shape[3]
-            # The keys' tokens lie side by side in memory: the product with one query reads them faster.
-            keys = key_states.new_empty(rows, heads, size, self._tokens).transpose(2, 3)
-            self._reserved = keys, value_states.new_empty(rows, heads, self._tokens, value_states.shape[3])
+            self._reserve(key_states, value_states)
         end = first + key_states.shape[2]
         for reserved, states in zip(self._reserved, (key_states, value_states), strict=True):
             reserved[:, :, first:end] = states
         self._show(end)
         return (self.keys, self.values) if first else (key_states, value_states)
+
+    def _reserve(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, heads, _, size = key_states.shape
+        values = value_states.new_empty(rows, heads, self._tokens, value_states.shape[3])
+        if key_states.is_cuda:
+            # Zeros, since a captured step multiplies what it masks, too.
+            keys = key_states.new_zeros(rows, heads, self._tokens, size)
+            self._reserved = keys, values.zero_()
+        else:  # The keys' tokens lie side by side in memory: the product with one query reads them faster.
+            keys = key_states.new_empty(rows, heads, size, self._tokens).transpose(2, 3)
+            self._reserved = keys, values
+
+    def fix(self, place: Tensor, shown: int) -> None:
+        """Makes `update` write at `place` (int64[1], on the device) and return the first `shown` tokens.
+
+        A captured step can then be replayed.
+        """
+        self._place = place
+        self._show(shown)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keeps the rows `beam_idx`, in that order. Only those that move are copied, unless they become more."""
@@ -100,38 +128,183 @@ class EmbeddedEngine:
 
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         transformer: Any = unwrap(self._model)
-        device, most_of = self._world.device, [sampling.limit(request) for request in requests]
-        most, limits = max(most_of), torch.tensor(most_of, device=device)
-        cache, mask, positions, logits = _read_prompts(transformer, requests, most, device)
-        longest = mask.shape[-1] - most
-        uniforms = torch.from_numpy(np.stack([request.draw_uniforms(most) for request in requests])).to(device)
-        tokens = torch.zeros(len(requests), most, dtype=torch.int64, device=device)
-        found = torch.zeros(2, len(requests), most, device=device)  # log-probabilities, entropies
-        lengths, stopped = torch.tensor(most_of), torch.zeros(len(requests), dtype=torch.bool)
-        alive = torch.arange(len(requests), device=device)
-        for step in range(most):
-            drawn, *measured = draw_tokens(logits, uniforms[alive, step], sampling)
-            tokens[alive, step], found[:, alive, step] = drawn, torch.stack(measured)
-            stops = torch.isin(drawn, self._stop_ids)
-            ends = stops | (limits[alive] == step + 1)
-            if ends.any():
-                ended = alive[stops].cpu()
-                lengths[ended], stopped[ended] = step + 1, True
-                going = (~ends).nonzero().squeeze(1)
-                if not len(going):
-                    break
-                kept = torch.arange(len(going), device=device)  # the last rows move to where others have ended
-                kept[ends[: len(going)]] = going[going >= len(going)]
-                alive, drawn, mask, positions = (each[kept] for each in (alive, drawn, mask, positions))
-                cache.reorder_cache(kept)
-            if step + 1 < most:
-                seen = mask[..., : longest + step + 1]
-                logits = _forward(transformer, cache, drawn[:, None], positions + step, attention_mask=seen)
-        on_host = zip(tokens.cpu(), found[0].cpu(), found[1].sum(1).tolist(), lengths.tolist(), stopped, strict=True)
+        wave = _Wave(transformer, requests, sampling, self._stop_ids, can_capture=_can_capture(self._world))
+        wave.run()
+        return wave.read()
+
+
+def _can_capture(world: World) -> bool:
+    """Whether a token's step is work of this rank's GPU alone."""
+    return world.device.type == "cuda" and not world.sharding.divides_matrices and world.stages == 1
+
+
+class _Wave:
+    """Completions that are sampled together, one token each a step. All that a step changes is on the device.
+
+    On a GPU a step is captured as a CUDA graph, and replayed: its kernels are so short that the host, which would start
+    each of them, takes twice as long.
+    """
+
+    def __init__(
+        self, transformer: Any, requests: Sequence[Request], sampling: Sampling, stop_ids: Tensor, *, can_capture: bool
+    ) -> None:
+        device = stop_ids.device
+        limits = [sampling.limit(request) for request in requests]
+        self._transformer, self._sampling, self._stop_ids = transformer, sampling, stop_ids
+        self._most = max(limits)
+        self._cache, self._mask, self._positions, self._logits = _read_prompts(
+            transformer, requests, self._most, device
+        )
+        self._longest = self._mask.shape[-1] - self._most  # tokens of a prompt, padding included
+        self._places = torch.arange(self._mask.shape[-1], device=device)
+        # By request.
+        self._limits = torch.tensor(limits, device=device)
+        uniforms = np.stack([request.draw_uniforms(self._most) for request in requests])
+        self._uniforms = torch.from_numpy(uniforms).to(device)
+        self._tokens = torch.zeros(len(requests), self._most, dtype=torch.int64, device=device)
+        self._log_probabilities = torch.zeros(len(requests), self._most, device=device)
+        self._entropies = torch.zeros(len(requests), self._most, device=device)
+        self._lengths = self._limits.clone()
+        self._is_open = torch.ones(len(requests), dtype=torch.bool, device=device)
+        self._is_stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        # By row: the completions that are still sampled.
+        self._requests = torch.arange(len(requests), device=device)
+        self._drawn = torch.zeros(len(requests), dtype=torch.int64, device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)  # tokens drawn so far
+        packs = self._mask.dtype == torch.bool
+        self._graph = _CapturedStep(self._advance_captured) if can_capture and packs else None
+
+    def run(self) -> None:
+        """Samples every completion to its end."""
+        try:
+            self._run()
+        finally:
+            # Freed here and now: where Python's collector frees a graph while another is captured, that one is lost.
+            self._graph = None
+
+    def _run(self) -> None:
+        between_looks = TOKENS_BETWEEN_LOOKS if self._drawn.is_cuda else 1
+        self._draw(self._logits)
+        for step in range(1, self._most):
+            if step % between_looks == 0 and not self._keep_open_rows():
+                break
+            self._advance(step)
+
+    def _advance(self, step: int) -> None:
+        """One more token for each row, the last one of which is number `step`."""
+        seen = self._longest + step
+        if self._graph is None:
+            mask = self._mask[..., :seen]
+            positions = self._positions + (step - 1)
+            logits = _forward(self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask)
+            self._draw(logits)
+        else:
+            shown = min(-(-seen // CAPTURED_TOKENS) * CAPTURED_TOKENS, self._mask.shape[-1])
+            self._graph.run(len(self._drawn), shown)
+
+    def _advance_captured(self, shown: int) -> None:
+        """As `_advance`, by the device's own count of steps, and with a cache of `shown` tokens."""
+        place = self._longest + self._step - 1
+        for layer in self._cache.layers:
+            layer.fix(place, shown)
+        mask = self._mask[..., :shown] & (self._places[:shown] <= place)
+        positions = self._positions + self._step - 1
+        logits = _forward(self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask)
+        self._draw(logits)
+
+    def _draw(self, logits: Tensor) -> None:
+        """Draws a token for each row and notes it, all on the device."""
+        rows, step = self._requests, self._step
+        drawn, log_probabilities, entropies = draw_tokens(logits, self._uniforms[rows, step], self._sampling)
+        is_open = self._is_open[rows]
+        stops = is_open & torch.isin(drawn, self._stop_ids)
+        ends = stops | (is_open & (self._limits[rows] == step + 1))
+        self._tokens[rows, step] = drawn
+        self._log_probabilities[rows, step] = log_probabilities
+        self._entropies[rows, step] = torch.where(is_open, entropies, 0.0)
+        self._lengths[rows] = torch.where(ends, step + 1, self._lengths[rows])
+        self._is_stopped[rows] = self._is_stopped[rows] | stops
+        self._is_open[rows] = is_open & ~ends
+        self._drawn.copy_(drawn)
+        self._step += 1
+
+    def _keep_open_rows(self) -> bool:
+        """Drops the rows that have ended, where that is worth it; returns whether any is left. Waits for the device."""
+        is_open = self._is_open[self._requests]
+        going = is_open.nonzero().squeeze(1)
+        rows = len(is_open)
+        if len(going) == 0:
+            return False
+        # Each number of rows is captured by itself.
+        if len(going) == rows or (self._graph is not None and len(going) > rows // 2):
+            return True
+        kept = torch.arange(len(going), device=going.device)  # the last rows move to where others have ended
+        kept[~is_open[: len(going)]] = going[going >= len(going)]
+        self._requests = self._requests[kept]
+        self._drawn = self._drawn[kept]
+        self._mask = self._mask[kept]
+        self._positions = self._positions[kept]
+        self._cache.reorder_cache(kept)
+        return True
+
+    def read(self) -> list[Sampled]:
+        """The completions, in the order of the requests."""
+        by_request = zip(
+            self._tokens.cpu(),
+            self._log_probabilities.cpu(),
+            self._entropies.sum(1).tolist(),
+            self._lengths.tolist(),
+            self._is_stopped.tolist(),
+            strict=True,
+        )
         return [
-            Sampled(ids[:n].tolist(), logs[:n].tolist(), entropy, Ended.STOPPED if stop else Ended.CUT)
-            for ids, logs, entropy, n, stop in on_host
+            Sampled(
+                tokens[:length].tolist(),
+                log_probabilities[:length].tolist(),
+                entropy,
+                Ended.STOPPED if is_stopped else Ended.CUT,
+            )
+            for tokens, log_probabilities, entropy, length, is_stopped in by_request
         ]
+
+
+class _CapturedStep:
+    """A token's step as a CUDA graph, captured again where the number of rows or the tokens of the cache change.
+
+    A model whose forward waits for the device (a loop over experts) cannot be captured, and samples without.
+    """
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+        self._shape: tuple[int, int] | None = None  # rows and tokens of the last step
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._can_capture = True
+
+    def run(self, rows: int, shown: int) -> None:
+        """One step. The first of each shape runs uncaptured, since libraries allocate and choose kernels in it."""
+        if (rows, shown) != self._shape:
+            self._shape, self._graph = (rows, shown), None
+            self._advance(shown)
+        elif self._graph is not None:
+            self._graph.replay()
+        elif self._can_capture and self._capture(shown):
+            self.run(rows, shown)
+        else:
+            self._advance(shown)
+
+    def _capture(self, shown: int) -> bool:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Of this thread alone: another may be copying a checkpoint.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._advance(shown)
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            print(f"sampling is not captured as a CUDA graph: {on_one_line(error)}", flush=True)
+            self._can_capture = False
+            return False
+        self._graph = graph
+        return True
 
 
 def _read_prompts(

@@ -1,35 +1,56 @@
 """The process of rewards and tools: JSON lines in and out, functions of a user's files between. No torch here.
 
-The first line says which functions; every other line is a step's completions, or calls of tools. What the functions
-print goes to stderr. The process ends when its input does, so that it outlives no run.
+The first line says which functions; every other line is a step's completions, one function's turn, or calls of tools.
+Each line has a word that its answer repeats. What the functions print goes to stderr.
+
+Answers go through a pipe that user code is not given: no standard stream, closed in its children, and whoever finds it
+does not know the word. The process leads a group, and ends it with itself once the run is gone.
 """
 
 import asyncio
+import fcntl
 import inspect
 import json
 import math
 import os
+import secrets
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+
+import psutil
 
 from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError
 from finetune.rollout.shipped_rewards import FUNCTIONS, load_shipped
 
 Scores = list[float | None]
+SECONDS_TO_REPEAT = 0.5  # after which a function that has swallowed its time limit meets it again
+FIRST_FILE, FILES = 256, 512  # the pipe's number is one of so many
 
 
-class TimeLimit(TimeoutError):
-    """A function took too long."""
+class TimeLimit(BaseException):
+    """A function took too long. No `Exception`, so that a function that catches these does not catch it."""
 
 
-def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float) -> Scores:
-    """A function's score of each completion; None where it gives none. Raises `UserError` for what it does wrong."""
+class NoScores(UserError):
+    """What a function returned is not a score for each completion."""
+
+
+def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float) -> list[Any]:
+    """What a function returned for each completion, whatever it is.
+
+    Raises:
+        NoScores: It did not return so many things in their order.
+        UserError: It raised, or took longer than `seconds`.
+    """
     count = len(step["completions"])
     arguments = step["columns"] | {key: step[key] for key in ("prompts", "completions", "completion_ids")}
     arguments |= {"trainer_state": SimpleNamespace(**step["state"])}
@@ -37,36 +58,109 @@ def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seco
     accepted = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
         arguments = {key: value for key, value in arguments.items() if key in {each.name for each in accepted}}
-    with explained(f"{name}, a reward", function), _time_limit(seconds):
-        scores = function(**arguments)
-        if inspect.isawaitable(scores):
-            scores = asyncio.run(_wait_for(scores))
-        scores = [None if each is None else float(each) for each in scores]
-    if len(scores) != count:
-        raise UserError(f"{place_of(function)}{name}: returned {len(scores)} rewards for {count} completions")
-    if wrong := [i for i, each in enumerate(scores) if each is not None and not math.isfinite(each)]:
-        text = json.dumps(step["completions"][wrong[0]], ensure_ascii=False)
-        raise UserError(f"{place_of(function)}{name}: returned {scores[wrong[0]]} for the completion {text[:200]}")
-    return scores
+    with explained(f"{name}, a reward", function, is_isolated=True), _time_limit(seconds):
+        returned = function(**arguments)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_wait_for(returned))
+        is_list = hasattr(returned, "__iter__") and not isinstance(returned, str | bytes | Mapping | set | frozenset)
+        found = list(returned) if is_list else []
+    if not is_list:
+        raise NoScores(
+            f"{place_of(function)}{name}: returned {type(returned).__name__}; a list is expected, with a number or "
+            "None for each completion"
+        )
+    if len(found) != count:
+        raise NoScores(f"{place_of(function)}{name}: returned {len(found)} rewards for {count} completions")
+    return found
+
+
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[str]) -> None:
+    """Raises `UserError` where a function needs an argument that is neither TRL's nor one of the data's `columns`."""
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = [
+        each.name
+        for each in inspect.signature(function).parameters.values()
+        if each.default is each.empty and each.kind not in kinds
+    ]
+    missing = [each for each in needed if each not in (*ARGUMENTS, *columns)]
+    if missing:
+        raise UserError(
+            f"{place_of(function)}{name}: takes {', '.join(missing)}, and the data have no such column (they have "
+            f"{', '.join(columns) or 'none'}); rename the argument, or give it a default: what completion_column names "
+            "comes as `answer`"
+        )
+
+
+def check_scores(name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]) -> Scores:
+    """What a function returned, as scores. Raises `UserError` for the first that is none."""
+    for given, completion in zip(returned, step["completions"], strict=True):
+        if not is_score(given):
+            text = json.dumps(completion, ensure_ascii=False)
+            raise UserError(f"{place_of(function)}{name}: returned {_describe(given)} for the completion {text[:200]}")
+    return [None if given is None else float(given) for given in returned]
+
+
+def is_score(given: Any) -> bool:
+    """Whether this is a finite number or None. A text is no number, whatever it says.
+
+    >>> is_score(True), is_score(None), is_score("1"), is_score(float("nan")), is_score({"score": 1})
+    (True, True, False, False, False)
+    """
+    if given is None:
+        return True
+    if not hasattr(given, "__float__") and not hasattr(given, "__index__"):
+        return False
+    try:
+        return math.isfinite(float(given))
+    except Exception:  # an array of several numbers, or a number that is too large
+        return False
+
+
+def _describe(given: Any) -> str:
+    is_plain = isinstance(given, str | bytes | int | float)
+    return repr(given)[:100] if is_plain else type(given).__name__
 
 
 def score_each(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
 ) -> tuple[Scores, list[bool]]:
-    """(scores, which failed and got 0): as `score`, one completion after another where they fail together."""
-    failed = [False] * len(step["completions"])
+    """(scores, which failed and got 0): one completion after another where the function raises over all of them.
+
+    What is no list of a score for each completion says nothing about any: all of them fail.
+    """
+    count = len(step["completions"])
     try:
-        return score(name, function, step, seconds), failed
-    except UserError:
-        scores: Scores = []
-        for place, one in enumerate(_split(step)):
-            try:
-                scores += score(name, function, one, limit_of_one(seconds, len(step["completions"])))
-            except UserError as error:
-                print(error, file=sys.stderr)
-                scores.append(0.0)
-                failed[place] = True
-        return scores, failed
+        return _with_zeros(name, function, step, score(name, function, step, seconds))
+    except NoScores as error:
+        print(error, file=sys.stderr)
+        return [0.0] * count, [True] * count
+    except UserError as error:
+        if count == 1:
+            print(error, file=sys.stderr)
+            return [0.0], [True]
+    scores: Scores = []
+    failed: list[bool] = []
+    for place in range(count):
+        one, is_bad = score_each(name, function, take_one(step, place), limit_of_one(seconds, count))
+        scores += one
+        failed += is_bad
+    return scores, failed
+
+
+def _with_zeros(
+    name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
+) -> tuple[Scores, list[bool]]:
+    failed = [not is_score(given) for given in returned]
+    if any(failed):
+        try:
+            check_scores(name, function, step, returned)
+        except UserError as error:
+            print(error, file=sys.stderr)
+    zeros = [0.0 if is_bad else given for given, is_bad in zip(returned, failed, strict=True)]
+    return [None if given is None else float(given) for given in zeros], failed
 
 
 def limit_of_one(seconds: float, completions: int) -> float:
@@ -79,20 +173,20 @@ def call_tools(
 ) -> list[tuple[str, bool]]:
     """(what the model reads of its result, whether it failed) of each call: of one that raises, what it has raised.
 
-    Raises `UserError` where they take longer than `seconds` together; where that `counts` as failed, a call's share.
+    Raises `UserError` where they take longer than `seconds` together. Where that `counts` as failed, each has so many.
     """
     deadline, results = time.monotonic() + seconds, []
     for each in calls:
-        left = limit_of_one(seconds, len(calls)) if counts else max(1e-3, deadline - time.monotonic())
+        left = seconds if counts else max(1e-3, deadline - time.monotonic())
         function = tools.get(each["name"])
-        with explained(f"{each['name']}, a tool", function):
+        with explained(f"{each['name']}, a tool", function, is_isolated=True):
             try:
                 if function is None:
                     raise ValueError(f"Tool {each['name']} not found.")
                 with _time_limit(left):
                     result = function(**each["arguments"])
                     text, failed = str(asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result), False
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 if isinstance(error, TimeLimit) and not counts:
                     raise
                 text, failed = str({"error": str(error)}), True  # as TRL
@@ -100,11 +194,11 @@ def call_tools(
     return results
 
 
-def _split(step: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def take_one(step: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """A step with the completion at `place` alone."""
     lists = ("prompts", "completions", "completion_ids")
-    for i in range(len(step["completions"])):
-        columns = {name: [values[i]] for name, values in step["columns"].items()}
-        yield {**step, **{name: [step[name][i]] for name in lists}, "columns": columns}
+    columns = {name: [values[place]] for name, values in step["columns"].items()}
+    return {**step, **{name: [step[name][place]] for name in lists}, "columns": columns}
 
 
 async def _wait_for(awaitable: Any) -> Any:
@@ -113,50 +207,113 @@ async def _wait_for(awaitable: Any) -> Any:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeLimit` in the block, where it is, after so many seconds."""
+    """Raises `TimeLimit` in the block, where it is, after so many seconds; and again while it continues.
+
+    A block that has swallowed it and ends later than that meets it at its end.
+    """
+    deadline = time.monotonic() + seconds
+    said = f"took more than reward_timeout_seconds: {seconds:g}"
 
     def stop(*_: Any) -> None:
-        raise TimeLimit(f"took more than reward_timeout_seconds: {seconds:g}")
+        raise TimeLimit(said)
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, SECONDS_TO_REPEAT)
     try:
         yield
+        if time.monotonic() > deadline:
+            raise TimeLimit(said)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
-def main() -> None:
-    """Answers each line of stdin on what was stdout."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    names: Sequence[str] | None = None
-    functions: list[Callable[..., Any]] = []
-    tools: dict[str, Callable[..., Any]] = {}
-    seconds, counts = 0.0, False
-    for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            if names is None:
-                names, seconds, counts = asked["names"], asked["seconds"], asked["counts_failures"]
-                functions = [load_shipped(name) if name in FUNCTIONS else load(name) for name in names]
-                tools = {name.rpartition(":")[2]: load(name) for name in asked["tools"]}
-                answer: dict[str, Any] = {}
-            elif "calls" in asked:
-                answer = {"results": call_tools(tools, asked["calls"], seconds, counts=counts)}
-            else:
-                pairs = zip((name.rpartition(":")[2] for name in names), functions, strict=True)
-                scorer = score_each if counts else lambda *given: (score(*given), [])
-                each = [scorer(*pair, asked, seconds) for pair in pairs]
-                failed = map(any, zip(*(failed for _, failed in each), strict=True))
-                answer = {"scores": [scores for scores, _ in each], "failures": sum(failed)}
-        except UserError as error:
-            answer = {"error": str(error)}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+class Functions:
+    """The functions and tools that the first line has named, and the step whose completions they score."""
+
+    def __init__(self, asked: Mapping[str, Any]) -> None:
+        names: Sequence[str] = asked["names"]
+        self._seconds: float = asked["seconds"]
+        self._counts: bool = asked["counts_failures"]
+        self._names = [name.rpartition(":")[2] for name in names]
+        self._functions = [load_shipped(name) if name in FUNCTIONS else load(name) for name in names]
+        self._tools = {name.rpartition(":")[2]: load(name) for name in asked["tools"]}
+        self._step: dict[str, Any] = {}
+
+    def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What is asked: `calls` of tools, or the scores of a `function` for the last `step`, or for one `place` of it;
+        or, before the first of these, whether the functions take the `known` columns.
+
+        Raises `UserError` for what a function does wrong, unless that counts as failed.
+        """
+        if "known" in asked:
+            for name, function in zip(self._names, self._functions, strict=True):
+                check_arguments(name, function, asked["known"])
+            return {}
+        if "calls" in asked:
+            return {"results": call_tools(self._tools, asked["calls"], asked["seconds"], counts=self._counts)}
+        self._step = asked.get("step", self._step)
+        step, seconds = self._step, self._seconds
+        if "place" in asked:
+            seconds = limit_of_one(seconds, len(step["completions"]))
+            step = take_one(step, asked["place"])
+        name, function = self._names[asked["function"]], self._functions[asked["function"]]
+        if self._counts:
+            scores, failed = score_each(name, function, step, seconds)
+            return {"scores": scores, "failed": failed}
+        return {"scores": check_scores(name, function, step, score(name, function, step, seconds))}
+
+
+def main(questions: int, answers: int) -> None:
+    """Answers each line of the file `questions` in the file `answers`."""
+    answers = _hide(answers)
+    for descriptor in (questions, answers):
+        os.register_at_fork(after_in_child=partial(os.close, descriptor))
+    watcher = threading.Thread(target=_end_with_the_run, args=(questions,), daemon=True)
+    watcher.start()
+    functions: Functions | None = None
+    with os.fdopen(questions, "rb", closefd=False) as lines:
+        for line in lines:
+            asked = json.loads(line)
+            answer: dict[str, Any] = {}
+            try:
+                if functions is None:
+                    with explained("rewards", is_isolated=True):
+                        functions = Functions(asked)
+                else:
+                    answer = functions.answer(asked)
+            except UserError as error:
+                answer = {"error": str(error)}
+            _write(answers, json.dumps({**answer, "word": asked["word"]}).encode() + b"\n")
+    watcher.join()  # which ends this process
+
+
+def _hide(file: int) -> int:
+    """The same file under a number that is drawn, closed in whatever is started from here."""
+    moved = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_FILE + secrets.randbelow(FILES))
+    os.close(file)
+    return moved
+
+
+def _write(file: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def _end_with_the_run(questions: int) -> None:
+    """Waits until nobody can ask any more, then ends this process and what its functions have started."""
+    poll = select.poll()
+    poll.register(questions, 0)  # only that the other end is closed
+    poll.poll()
+    for child in psutil.Process().children(recursive=True):  # those too that lead a group of their own
+        with suppress(psutil.Error):
+            child.kill()
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, whose end is this process's
-    main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for file in map(int, sys.argv[1:]):
+        os.set_inheritable(file, False)
+    main(*map(int, sys.argv[1:]))

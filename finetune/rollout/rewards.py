@@ -2,14 +2,20 @@
 
 import json
 import os
+import secrets
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from finetune.config.methods import Rollout
 from finetune.config.user_code import file_of
@@ -18,6 +24,7 @@ from finetune.rollout.reward_process import limit_of_one
 
 SECONDS_TO_START = 60.0
 SECONDS_TO_STOP = 5.0  # after the time limit, in which the process itself says where it was
+STDERR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +35,72 @@ class Scores:
     failures: int  # completions that got a 0 because a function failed
 
 
+class ProcessLost(UserError):
+    """The process ended, did not answer in time, or another wrote in its place. The next question starts a new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardProcess:
+    """The process, and this side of its two pipes: where nobody holds them any more, it ends."""
+
+    handle: subprocess.Popen[bytes]
+    questions: FileIO
+    answers: FileIO
+
+    @classmethod
+    def start(cls) -> "RewardProcess":
+        """A new process, which leads a group of its own: Ctrl-C is for the run."""
+        root = Path(__file__).resolve().parents[2]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path[1:]])}
+        its_questions, questions = os.pipe()
+        answers, its_answers = os.pipe()
+        try:
+            handle = subprocess.Popen(
+                [sys.executable, "-m", "finetune.rollout.reward_process", str(its_questions), str(its_answers)],
+                stdin=subprocess.DEVNULL,
+                stdout=STDERR,  # what functions print is not a rank's output
+                pass_fds=(its_questions, its_answers),
+                start_new_session=True,
+                env=environment,
+            )
+        except BaseException:
+            os.close(questions)
+            os.close(answers)
+            raise
+        finally:
+            os.close(its_questions)
+            os.close(its_answers)
+        return cls(handle, FileIO(questions, "w"), FileIO(answers))
+
+    def has_ended(self) -> bool:
+        """Whether it has ended; its exit code is kept."""
+        return os.waitid(os.P_PID, self.handle.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def end(self) -> int:
+        """Kills it and what its functions have started; returns its exit code."""
+        started: list[psutil.Process] = []
+        with suppress(psutil.Error):  # what has left its group is still its child
+            started = psutil.Process(self.handle.pid).children(recursive=True)
+        with suppress(ProcessLookupError):
+            os.killpg(self.handle.pid, signal.SIGKILL)
+        for each in started:
+            with suppress(psutil.Error):
+                each.kill()
+        self.questions.close()
+        self.answers.close()
+        return self.handle.wait()
+
+
 class Rewards:
     """The rewards and tools of a recipe. The process starts at the first call, and ends with this one."""
 
     def __init__(self, keys: Rollout) -> None:
         self.names = [name.rpartition(":")[2] for name in keys.rewards]
         self._keys = keys
-        self._process: subprocess.Popen[bytes] | None = None
+        self._counts = keys.on_bad_reward == "zero"
+        self._process: RewardProcess | None = None
+        self._step: dict[str, Any] = {}  # whose completions are scored
+        self._knows_step = False  # whether the process has it
 
     def score(
         self,
@@ -55,82 +121,166 @@ class Rewards:
         Raises:
             UserError: A function raised, took too long or returned what is no reward, and `on_bad_reward` is error.
         """
-        step = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        limit = self._keys.reward_timeout_seconds
-        if self._keys.on_bad_reward == "zero":  # a function may be called for all completions, and then for each
-            limit += len(completions) * limit_of_one(limit, len(completions))
-        answer = self._ask(step | {"columns": columns, "state": state}, len(self.names) * limit + SECONDS_TO_STOP)
-        return Scores(answer["scores"], answer["failures"])
+        self._step = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        self._step |= {"columns": columns, "state": state}
+        self._knows_step = False
+        by_function: list[list[float | None]] = []
+        failed = [False] * len(completions)
+        for number in range(len(self.names)):
+            answer = self._score_by(number)
+            by_function.append(answer["scores"])
+            failed = [one or other for one, other in zip(failed, answer.get("failed", failed), strict=True)]
+        return Scores(by_function, sum(failed))
+
+    def check_arguments(self, columns: Sequence[str]) -> None:
+        """Raises `UserError` where a function or a tool is not there, or takes what no column of the data is."""
+        self._start()
+        self._exchange({"known": columns}, SECONDS_TO_START)
 
     def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
         """(what the model reads of the result, whether the call failed) of each call, a name with arguments.
 
-        Raises `UserError` where they take too long together, and `on_bad_reward` is error.
+        Raises `UserError` where they take too long together, or end their process, and `on_bad_reward` is error.
         """
-        limit = self._keys.reward_timeout_seconds
-        if self._keys.on_bad_reward == "zero":
-            limit = len(calls) * limit_of_one(limit, len(calls))
-        return [tuple(each) for each in self._ask({"calls": calls}, limit + SECONDS_TO_STOP)["results"]]
+        if not self._counts:
+            return self._call(calls, self._keys.reward_timeout_seconds)
+        results: list[tuple[str, bool]] = []
+        limit = limit_of_one(self._keys.reward_timeout_seconds, max(1, len(calls)))
+        for each in calls:  # one that ends the process takes no other with it
+            try:
+                results += self._call([each], limit)
+            except ProcessLost as error:
+                print(error, file=sys.stderr)
+                results.append((str({"error": f"{each['name']} did not end as it should"}), True))
+        return results
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        process = self._process
+        self._process = None
+        if process is not None:
+            process.end()
+
+    def _score_by(self, number: int) -> dict[str, Any]:
+        """The answer of one function over all completions; where it loses the process and that counts, over each."""
+        limit = self._keys.reward_timeout_seconds
+        count = len(self._step["completions"])
+        of_one = limit_of_one(limit, max(1, count))
+        if not self._counts:
+            return self._ask_score({"function": number}, limit)
+        try:
+            return self._ask_score({"function": number}, limit + count * of_one)  # all at once, and then each
+        except ProcessLost as error:
+            print(error, file=sys.stderr)
+        scores: list[float | None] = []
+        failed: list[bool] = []
+        for place in range(count):
+            try:
+                answer = self._ask_score({"function": number, "place": place}, of_one)
+            except ProcessLost as error:
+                print(error, file=sys.stderr)
+                answer = {"scores": [0.0], "failed": [True]}
+            scores += answer["scores"]
+            failed += answer["failed"]
+        return {"scores": scores, "failed": failed}
+
+    def _ask_score(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self._start()
+        if not self._knows_step:
+            question |= {"step": self._step}
+        answer = self._exchange(question, seconds + SECONDS_TO_STOP)
+        self._knows_step = True
+        return answer
+
+    def _call(self, calls: Sequence[Mapping[str, Any]], seconds: float) -> list[tuple[str, bool]]:
+        self._start()
+        answer = self._exchange({"calls": calls, "seconds": seconds}, seconds + SECONDS_TO_STOP)
+        return [tuple(each) for each in answer["results"]]
 
     def _start(self) -> None:
-        root = Path(__file__).resolve().parents[2]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path[1:]])}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "finetune.rollout.reward_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        counts = self._keys.on_bad_reward == "zero"
-        asked = {"names": self._keys.rewards, "tools": self._keys.tools, "counts_failures": counts}
+        """Starts the process, unless it runs. Raises `UserError` where a file cannot be loaded."""
+        if self._process is not None and not self._process.has_ended():
+            return
+        self.close()
+        self._process = RewardProcess.start()
+        self._knows_step = False
+        named = {"names": self._keys.rewards, "tools": self._keys.tools, "counts_failures": self._counts}
         try:
-            self._exchange(asked | {"seconds": self._keys.reward_timeout_seconds}, SECONDS_TO_START)
-        except UserError:  # the next question starts it again
+            self._exchange(named | {"seconds": self._keys.reward_timeout_seconds}, SECONDS_TO_START)
+        except UserError as error:  # the next question starts it again
             self.close()
-            raise
-
-    def _ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        return self._exchange(question, seconds)
+            raise UserError(str(error)) from None  # what cannot be loaded is no bad reward
 
     def _exchange(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        process, key = self._process, "tools" if "calls" in question else "rewards"
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        files = dict.fromkeys(str(file_of(name)) for name in getattr(self._keys, key) if ".py:" in name)
-        where = f"{key}: {', '.join(files)}"
+        """The answer to a question. Whatever interrupts it ends the process, whose answer would be the next one's.
+
+        Raises:
+            ProcessLost: There is no answer.
+            UserError: The answer is an error.
+        """
         try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-            answer: dict[str, Any] = _read_line(process.stdout.fileno(), seconds)
-        except (BrokenPipeError, EOFError):
-            code = process.wait()
+            answer = self._send(question, seconds)
+        except BaseException:
             self.close()
-            raise UserError(f"{where}: their process ended with {code}; its last words are above") from None
-        except TimeoutError:
-            self.close()
-            raise UserError(
-                f"{where}: no answer in {seconds:g} s, in code that Python cannot interrupt; "
-                "raise reward_timeout_seconds, or change the function"
-            ) from None
+            raise
         if "error" in answer:
-            counted = "calls" if key == "tools" else "completions" if "completions" in question else None
+            counted = "calls" if "calls" in question else "completions" if "function" in question else None
             hint = f" (on_bad_reward: zero counts such {counted} and continues)" if counted else ""
             raise UserError(f"{answer['error']}{hint}")
         return answer
 
+    def _send(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        process = self._process
+        assert process is not None
+        key = "tools" if "calls" in question else "rewards"
+        files = dict.fromkeys(str(file_of(name)) for name in getattr(self._keys, key) if ".py:" in name)
+        where = f"{key}: {', '.join(files)}"
+        word = secrets.token_hex(8)
+        deadline = time.monotonic() + seconds
+        try:
+            _write(process.questions.fileno(), json.dumps(question | {"word": word}).encode() + b"\n", deadline)
+            line = _read_line(process.answers.fileno(), deadline)
+        except (BrokenPipeError, EOFError):
+            with suppress(subprocess.TimeoutExpired):  # its own exit code, where it ends by itself
+                process.handle.wait(SECONDS_TO_STOP)
+            self._process = None
+            code = process.end()
+            raise ProcessLost(f"{where}: their process ended with {code}; its last words are above") from None
+        except TimeoutError:
+            raise ProcessLost(
+                f"{where}: no answer in {seconds:g} s, in code that Python cannot interrupt; "
+                "raise reward_timeout_seconds, or change the function"
+            ) from None
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or answer.get("word") != word:
+            raise ProcessLost(
+                f"{where}: a function has written into the pipe of the answers; let it write to files that it has "
+                "opened, or print"
+            )
+        return answer
 
-def _read_line(file: int, seconds: float) -> Any:
-    """A line of JSON. Raises `TimeoutError`, or `EOFError` where the other side has ended."""
-    deadline, parts, poll = time.monotonic() + seconds, bytearray(), select.poll()
-    poll.register(file, select.POLLIN)  # select() takes no number of a file above 1023
+
+def _write(file: int, content: bytes, deadline: float) -> None:
+    """Writes all of `content`. Raises `TimeoutError`, or `BrokenPipeError` where the other side has ended."""
+    os.set_blocking(file, False)
+    poll = select.poll()  # select() takes no number of a file above 1023
+    poll.register(file, select.POLLOUT)
+    left = memoryview(content)
+    while left:
+        if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        with suppress(BlockingIOError):
+            left = left[os.write(file, left) :]
+
+
+def _read_line(file: int, deadline: float) -> bytes:
+    """A line. Raises `TimeoutError`, or `EOFError` where the other side has ended."""
+    parts = bytearray()
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
     while not parts.endswith(b"\n"):
         if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
             raise TimeoutError
@@ -138,4 +288,4 @@ def _read_line(file: int, seconds: float) -> Any:
         if not part:
             raise EOFError
         parts += part
-    return json.loads(parts)
+    return bytes(parts)

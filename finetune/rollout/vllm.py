@@ -7,13 +7,13 @@ else it computes beside them.
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 from torch import nn
 
@@ -21,9 +21,11 @@ from finetune.checkpoint.manifest import MODEL
 from finetune.checkpoint.save import describe_model, write_shards
 from finetune.checkpoint.shards import get_model_state, list_shards, weighted_sum
 from finetune.config.layout import compute_dtype
+from finetune.config.pretrained import text_config_of
 from finetune.config.schema import Recipe
+from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup, World
-from finetune.errors import UserError
+from finetune.errors import UserError, printable
 from finetune.export.export import export_source
 from finetune.export.publish import ExportOptions
 from finetune.export.source import open_source
@@ -31,8 +33,26 @@ from finetune.files.durable import empty_folder, make_folder, write_file
 from finetune.files.json_files import append_json_lines, read_json_lines
 from finetune.files.network import send
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+from finetune.rollout.vllm_answers import (
+    SHOWN,
+    Answer,
+    AnswerKind,
+    CacheReset,
+    Completion,
+    ServedModels,
+    ServerInfo,
+    WeightInfo,
+    read_answer,
+)
 
 FOLDER, WEIGHTS = "rollouts", "weights"  # of a run: what the server reads, and what it has answered
+PATHS: Mapping[type[Answer], str] = {
+    ServedModels: "/v1/models",
+    ServerInfo: "/server_info?config_format=json",
+    WeightInfo: "/weight_info",
+    CacheReset: "/reset_prefix_cache",
+    Completion: "/v1/completions",
+}
 ENDS = {"stop": Ended.STOPPED, "length": Ended.CUT}  # the protocol's finish_reason
 UNCHANGED = "default"  # the version of the weights that a server has started with
 # A server takes what a request does not say from the model's generation_config.json.
@@ -52,44 +72,55 @@ def _url_of(recipe: Recipe) -> str:
     return str(recipe.rollout.vllm_server_base_url).rstrip("/").removesuffix("/v1")
 
 
-def _ask(recipe: Recipe, path: str, body: dict[str, Any] | None = None) -> Any:
-    """The server's answer, as JSON where it is that."""
-    content = send(_url_of(recipe) + path, body, recipe.rollout.vllm_server_timeout)
-    try:
-        return json.loads(content)
-    except ValueError:
-        return content.decode(errors="replace")
+def _send(recipe: Recipe, path: str, body: dict[str, Any] | None = None) -> bytes:
+    return send(_url_of(recipe) + path, body, recipe.rollout.vllm_server_timeout)
+
+
+def _ask(recipe: Recipe, kind: type[AnswerKind], path: str = "", body: dict[str, Any] | None = None) -> AnswerKind:
+    """The server's answer of a `kind`. Raises `UserError` where it is another."""
+    path = path or PATHS[kind]
+    return read_answer(kind, _send(recipe, path, body), _url_of(recipe) + path)
 
 
 def check_server(recipe: Recipe) -> str:
     """What the server calls its model. Raises `UserError` where it cannot sample for this run."""
     url, base = _url_of(recipe), str(recipe.model.model_name_or_path)
     try:
-        served = _ask(recipe, "/v1/models")["data"][0]
-        config = _ask(recipe, "/server_info?config_format=json")["vllm_config"]["model_config"]
-        version = _ask(recipe, "/weight_info")["weight_version"]
+        served = _ask(recipe, ServedModels).data[0]
+        logprobs_mode = _ask(recipe, ServerInfo).vllm_config.model.logprobs_mode
+        version = _ask(recipe, WeightInfo).weight_version
     except UserError as error:
         raise UserError(f"vllm_server_base_url: {error}; start vLLM 0.32 with {START.format(base)}") from None
-    except (KeyError, IndexError, TypeError):
-        raise UserError(f"vllm_server_base_url: {url}: does not answer as vLLM 0.32 does") from None
-    if served["root"] != base and Path(served["root"]).resolve() != Path(base).resolve():
-        raise UserError(f"vllm_server_base_url: {url}: serves {served['root']}, but {base} is trained")
+    if served.root != base and not _is_same_folder(served.root, base):
+        raise UserError(f"vllm_server_base_url: {url}: serves {_short(served.root)}, but {base} is trained")
     if recipe.lora.use_peft and version != UNCHANGED:
         raise UserError(
-            f"vllm_server_base_url: {url}: has the weights {version}, not those of {base}, over which "
+            f"vllm_server_base_url: {url}: has the weights {_short(version)}, not those of {base}, over which "
             "adapters are sampled; start it again"
         )
-    if served["max_model_len"] < recipe.data.max_length:
+    room = served.max_model_len or 0
+    if room < recipe.data.max_length:
         raise UserError(
-            f"vllm_server_base_url: {url}: has room for {served['max_model_len']:,} tokens, but max_length "
+            f"vllm_server_base_url: {url}: has room for {room:,} tokens, but max_length "
             f"is {recipe.data.max_length:,}; start it with --max-model-len {recipe.data.max_length}"
         )
-    if config["logprobs_mode"] != "processed_logprobs" and recipe.method.temperature != 1:
+    if logprobs_mode != "processed_logprobs" and recipe.method.temperature != 1:
         raise UserError(
             f"vllm_server_base_url: {url}: gives log-probabilities without the temperature of "
             f"{recipe.method.temperature:g}; start it with --logprobs-mode processed_logprobs"
         )
-    return str(served["id"])
+    return served.id
+
+
+def _is_same_folder(one: str, other: str) -> bool:
+    try:
+        return Path(one).resolve() == Path(other).resolve()
+    except (OSError, ValueError):  # no path, such as one with a NUL
+        return False
+
+
+def _short(text: str) -> str:
+    return printable(" ".join(text.split()))[:SHOWN]
 
 
 class VllmEngine:
@@ -107,6 +138,7 @@ class VllmEngine:
         self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
         self._name, self._older = "", set[Path]()  # of the weights handed over last; folders of before the last save
         self._served: str = RankGroup(world).on_main(lambda: check_server(recipe))
+        self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         """A completion of each request. All ranks call it: together they hand over the weights where they are new."""
@@ -125,8 +157,9 @@ class VllmEngine:
             shutil.rmtree(folder, ignore_errors=True)
         self._older = {folder for folder in self._folder.glob("*") if folder.name != self._name}
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        return _ask(self._recipe, path, body)
+    def _tell(self, path: str, body: dict[str, Any]) -> None:
+        """Asks for what is answered with nothing that is read."""
+        _send(self._recipe, path, body)
 
     def _hand_over(self) -> None:
         """Gives the server the weights as they are now, by the stream of an export, unless it has them."""
@@ -143,10 +176,10 @@ class VllmEngine:
         ranks.on_main(lambda: self._load(folder))
 
     def _is_served(self) -> bool:
-        version = self._ask("/weight_info")["weight_version"]
+        version = _ask(self._recipe, WeightInfo).weight_version
         if not self._recipe.lora.use_peft:
-            return bool(version == self._name)
-        return version == UNCHANGED and self._name in [each["id"] for each in self._ask("/v1/models")["data"]]
+            return version == self._name
+        return version == UNCHANGED and self._name in [each.id for each in _ask(self._recipe, ServedModels).data]
 
     def _load(self, folder: Path) -> None:
         """Exports the shards of all ranks in `folder`, in the dtype that training computes in, and has them loaded."""
@@ -165,15 +198,15 @@ class VllmEngine:
         weights = str(export_source(source, folder / WEIGHTS, options, _silent))
         shutil.rmtree(folder / MODEL)
         if is_adapter:
-            for each in self._ask("/v1/models")["data"]:
-                if Path(str(each["root"])).is_relative_to(self._folder):  # an earlier one of this run
-                    self._ask("/v1/unload_lora_adapter", {"lora_name": each["id"]})
-            self._ask("/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": weights})
+            for each in _ask(self._recipe, ServedModels).data:
+                if Path(each.root).is_relative_to(self._folder):  # an earlier one of this run
+                    self._tell("/v1/unload_lora_adapter", {"lora_name": each.id})
+            self._tell("/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": weights})
         else:
-            self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})
-            if not self._ask("/reset_prefix_cache", {})["success"]:
+            self._tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})
+            if not _ask(self._recipe, CacheReset, body={}).success:
                 raise UserError(f"{self._url}: kept the keys and values of other weights; does another run use it?")
-            self._ask("/update_weight_version", {"new_version": self._name})
+            self._tell("/update_weight_version", {"new_version": self._name})
         for other in self._folder.glob(f"*/{WEIGHTS}"):
             if other.parent != folder:
                 shutil.rmtree(other, ignore_errors=True)
@@ -189,8 +222,11 @@ class VllmEngine:
     def _answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         """A completion of each request: as it was answered before under these weights, else by the server."""
         folder, said = self._folder / self._name, [_name_request(each, sampling) for each in requests]
-        lines = (line for path in sorted(folder.glob("*.jsonl")) for line in read_json_lines(path) if line is not None)
-        known = {line["request"]: Sampled.of_json(line["sampled"]) for line in lines}
+        known: dict[str, Sampled] = {}
+        for path in sorted(folder.glob("*.jsonl")):
+            for line in read_json_lines(path):
+                with suppress(KeyError, TypeError, ValueError):  # a line that was damaged is asked for again
+                    known[line["request"]] = Sampled.of_json(line["sampled"])  # type: ignore[index]
         asked = {name: request for name, request in zip(said, requests, strict=True) if name not in known}
         make_folder(folder)
         with ThreadPoolExecutor(self._recipe.rollout.per_device_generation_batch_size) as pool:
@@ -207,16 +243,17 @@ class VllmEngine:
         most = sampling.limit(request)
         how = {"max_tokens": most, "temperature": 0 if sampling.greedy else sampling.temperature}
         body = {"model": model, "prompt": list(request.prompt_ids), "stop_token_ids": self._stop_ids, **how}
-        answer = self._ask("/v1/completions", body | TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()})
-        try:
-            choice = answer["choices"][0]
-            ids, ended = list(map(int, choice["token_ids"])), ENDS[choice["finish_reason"]]
-            logs = list(map(float, choice["logprobs"]["token_logprobs"]))
-        except (KeyError, IndexError, TypeError, ValueError):
-            said = json.dumps(answer)[:200]
-            raise UserError(f"{self._url}: a completion without token_ids, logprobs or its end: {said}") from None
-        if len(ids) != len(logs) or not ids or not np.isfinite(logs).all():
-            raise UserError(f"{self._url}: {len(ids)} tokens with {int(np.isfinite(logs).sum())} log-probabilities")
+        body |= TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()}
+        choice = _ask(self._recipe, Completion, body=body).choices[0]
+        ids = choice.token_ids
+        logs = choice.logprobs.token_logprobs
+        ended = ENDS[choice.finish_reason]
+        if len(ids) != len(logs):
+            raise UserError(f"{self._url}: {len(ids)} tokens with {len(logs)} log-probabilities")
+        if max(ids) >= self._vocabulary:
+            raise UserError(f"{self._url}: a completion has the token {max(ids)}, but there are {self._vocabulary:,}")
+        if len(ids) > most:
+            raise UserError(f"{self._url}: a completion of {len(ids)} tokens, where {most} were asked for")
         if ended is Ended.CUT and len(ids) != most:
             raise UserError(f"{self._url}: a completion is cut after {len(ids)} of {most} tokens")
         if ended is Ended.STOPPED and ids[-1] not in self._stop_ids:

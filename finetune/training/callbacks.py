@@ -135,7 +135,7 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
     """
     metrics = {name: load(name) for name in recipe.run.metrics}
     if len({name.rpartition(":")[2] for name in metrics}) < len(recipe.run.metrics):
-        raise UserError(f"{recipe.place_of('metrics')}: metrics: two of one name; their names are those of their means")
+        raise UserError(f"{recipe.place_of('metrics')}: metrics: two functions have the same name; rename one")
     made = []
     for name in recipe.run.callbacks:
         kind = load(name)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
@@ -85,6 +86,20 @@ def _open_folder(folder: Path, recipe: Recipe) -> None:
     if recipe.model.model_name_or_path is not None:
         restore_folder(Path(recipe.model.model_name_or_path))
     refuse_damaged_model(recipe)
+
+
+def try_folder(recipe: Recipe, world: World) -> None:
+    """Raises `UserError` on all ranks where the run's folder could not be made and written. Leaves nothing there."""
+    RankGroup(world).on_main(lambda: _try_folder(run_folder(recipe)))
+
+
+def _try_folder(folder: Path) -> None:
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise unwritable(folder, error) from None
 
 
 def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:
@@ -209,7 +224,17 @@ def start_run(
         optimizer=optimizer,
         objectives=objectives,
         schedule=recipe.optimization.schedule(data.train.steps),
-        saver=Saver(folder, model, optimizer, world, recipe, tokenizer, inputs, objectives.training.describe_files),
+        saver=Saver(
+            folder,
+            model,
+            optimizer,
+            world,
+            recipe,
+            tokenizer,
+            inputs,
+            objectives.training.describe_files,
+            size.carried_bytes,
+        ),
         log=log,
         results={progress.step: results},
         inputs=inputs,
@@ -333,7 +358,7 @@ def finish(run: TrainingRun, progress: Progress) -> None:
         export(run, progress)
     record = _record(run.recipe, run.inputs, progress.step)
     replace_file(run.folder / FINISHED, json.dumps(record, indent=1) + "\n")  # all of it is done, and exported
-    for line in last_screen(run.folder, progress.step):
+    for line in last_screen(run.folder, progress.step, has_teacher=run.recipe.method_facts.needs_teacher):
         run.log.say(line)
     run.log.close()
 

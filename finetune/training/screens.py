@@ -28,6 +28,7 @@ from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_lines, read_json_object
 from finetune.files.run_files import find_divergence, losses_of
+from finetune.models.carried import describe_carried
 from finetune.models.cpu_products import describe_products
 from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher
@@ -44,6 +45,8 @@ from finetune.units import counted, disk_size, gib
 
 SHOWN_ANSWERS = 5  # held-out questions in the last screen
 SHOWN_CHARACTERS = 60  # of each text there
+AGREED = 1e-6  # nats a token: a divergence that is rounding
+SHOWN_UNREACHED = 3  # modules that no image reaches
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -67,6 +70,8 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
         f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
         *(["        without its checkpoint's vision tower: the export takes no images"] * recipe.model.drop_vision),
+        *describe_unreached(size),
+        *([f"        {describe_carried(size.carried, name)}"] if size.carried else []),
         *describe_adapter(recipe),
         *([] if recipe.method.method == DEFAULT_METHOD else [f"method  {describe_method(to_dict(recipe))}"]),
         f"layout  {layout}"
@@ -140,6 +145,16 @@ def describe_trained(recipe: Recipe) -> str:
     ]
     whole = f"; whole: {', '.join(saved)}" if saved else ""
     return f" (LoRA r={lora.lora_r}{ranks}{whole})"
+
+
+def describe_unreached(size: ModelSize) -> list[str]:
+    """What the recipe would train, and which is left as it is since no image reaches it, if anything."""
+    if not size.unreached:
+        return []
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in size.unreached))
+    names = ", ".join(modules[:SHOWN_UNREACHED])
+    more = f" and {len(modules) - SHOWN_UNREACHED} more" if len(modules) > SHOWN_UNREACHED else ""
+    return [f"        not trained: {names}{more}: the language model reads nothing that they compute of an image"]
 
 
 def describe_adapter(recipe: Recipe) -> list[str]:
@@ -238,11 +253,22 @@ def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
     return [f"qat     {layers} rounded as {keys.quantization_aware_training}, a scale for {group}{start}"]
 
 
-def last_screen(folder: Path, last_step: int) -> list[str]:
-    """The last screen of a run: whether it diverged, and where its results are."""
+def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> list[str]:
+    """The last screen of a run: whether it diverged or learned nothing, and where its results are."""
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
     warning = [f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}"] if diverged else []
-    return [*warning, *_ratios_line(folder), results_line(folder)]
+    return [*warning, *_teacher_line(folder) * has_teacher, *_ratios_line(folder), results_line(folder)]
+
+
+def _teacher_line(folder: Path) -> list[str]:
+    """That a run learned nothing from its teacher, where the two never differed by more than rounding."""
+    lines = [line for line in read_json_lines(folder / METRICS) if line is not None and "loss" in line]
+    if not lines or any(abs(line.get("kl", math.inf)) > AGREED for line in lines):
+        return []
+    return [
+        "warning the teacher gave the model's own probabilities from the first step on: nothing was learned from it; "
+        "name another teacher"
+    ]
 
 
 def _ratios_line(folder: Path) -> list[str]:

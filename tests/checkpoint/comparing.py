@@ -22,6 +22,8 @@ from finetune.files.run_files import drop_later_lines
 
 CLOCKS = {"tokens_per_second", "mfu", "mfu_of_whole_rows", "peak_memory_bytes", "data_wait_seconds"}
 METRICS, SAMPLES, FINISHED = "metrics.jsonl", "samples.jsonl", "finished.json"
+COMPLETIONS = "completions.jsonl"
+LOOKED_AT = (SAMPLES, COMPLETIONS)  # nothing is computed with them
 STEPS = 6
 
 
@@ -39,7 +41,7 @@ class Reference:
 
     checkpoints: Mapping[int, Mapping[str, Any]]  # step -> `contents` of its checkpoint
     best: Mapping[int, int | None]  # step -> the best step that its checkpoint knows
-    lines: Mapping[str, list[dict[str, Any]]]  # of METRICS and SAMPLES
+    lines: Mapping[str, list[dict[str, Any]]]  # of METRICS and LOOKED_AT
     export: Mapping[str, str]
     limit: int | None  # checkpoints that the disturbed runs keep
     keeps_best: bool
@@ -60,7 +62,7 @@ def read_reference(run_folder: Path, limit: int | None, keeps_best: bool, second
     return Reference(
         {step: contents(path) for step, path in found.items()},
         {step: read_state(path)["best_step"] for step, path in found.items()},
-        {name: read_lines(run_folder / name) for name in (METRICS, SAMPLES)},
+        {name: read_lines(run_folder / name) for name in (METRICS, *LOOKED_AT)},
         exported(run_folder),
         limit,
         keeps_best,

@@ -21,11 +21,13 @@ from typing import Any
 
 from finetune.checkpoint import folders, manifest
 from tests.checkpoint import comparing, faults
-from tests.checkpoint.comparing import METRICS, SAMPLES, STEPS, Images, Lost, Reference, Silent
+from tests.checkpoint.comparing import LOOKED_AT, METRICS, STEPS, Images, Lost, Reference, Silent
+from tests.checkpoint.disk import FAULTS, SAID, Disk, DiskFault, open_disk, unmount_below
 from tests.checkpoint.lives import Ended, Life, Moment
 
+REFERENCE = "reference"
 LIVES = 12  # of one story that are disturbed; in the next it must come to its end
-IMAGES = 100  # of one life, at most
+IMAGES = 25  # of one life, at most
 ASIDE = (
     "held-out data",
     "metrics.jsonl, a line missing",
@@ -42,7 +44,8 @@ class Story:
     chance: random.Random
     counts: Counter[str]
     launcher_share: float
-    has_samples: bool = True  # samples.jsonl was never damaged
+    disk: Disk | None = None  # on which the run's folder is
+    unlike: set[str] = field(default_factory=set)  # files of LOOKED_AT that were damaged
     is_unrepaired: bool = False  # metrics.jsonl was damaged, and no life has begun since
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoint was damaged and not written again since
     sound: set[int] = field(default_factory=set)  # steps whose checkpoint must be there, or a later one
@@ -63,12 +66,12 @@ class Story:
         done = self._done_before() if is_disturbed else []
         edit = self._edit() if is_disturbed and self.sound and self.chance.random() < 0.25 else None
         newest = max(self.sound, default=0)
-        moment = self._moment(newest) if is_disturbed and not edit else None
         by_launcher = self.chance.random() < self.launcher_share
+        moment = self._moment(newest, by_launcher) if is_disturbed and not edit else None
         name = (
             self._aside(edit) if edit in ASIDE and not (edit == ASIDE[0] and self.reference.keeps_best) else self.name
         )
-        life = Life(self.setup, name, by_launcher)
+        life = Life(self.setup, name, by_launcher, disk=self.disk)
         wants_images = is_disturbed and not edit and not by_launcher
         images = Images(self.run_folder, self.setup.root / "images", IMAGES) if wants_images else None
         try:
@@ -98,14 +101,15 @@ class Story:
         copy = self.setup.root / "chosen"
         if chosen:
             shutil.copytree(chosen, copy)
-        names = ([] if is_unrepaired else [METRICS]) + ([SAMPLES] if self.has_samples else [])
+        names = [METRICS] * (not is_unrepaired) + self._alike()
         found = in_child(lambda: images.judge(self.reference, before, damaged, names), copy.with_suffix(".json"))
         self.counts.update(found)
         shutil.rmtree(images.taken[0].parent)
         if chosen is None:
             return True
         shutil.rmtree(self.run_folder)
-        copy.rename(self.run_folder)
+        shutil.copytree(copy, self.run_folder, symlinks=True)
+        shutil.rmtree(copy)
         self.sound = comparing.compare_checkpoints(self.run_folder, self.reference, before, damaged)
         self.damaged, self.is_unrepaired = damaged, is_unrepaired
         self.counts["lives from an image"] += 1
@@ -127,7 +131,8 @@ class Story:
             steps = sorted(self.sound)
             victims = steps if self.chance.random() < 0.05 else steps[1:] if len(steps) > 1 else []
             for step in self.chance.sample(victims, self.chance.randint(min(1, len(victims)), len(victims))):
-                kind = faults.damage_checkpoint(folders.step_folder(self.run_folder, step), self.chance)
+                others = [folders.step_folder(self.run_folder, other) for other in steps if other != step]
+                kind = faults.damage_checkpoint(folders.step_folder(self.run_folder, step), others, self.chance)
                 done.append(f"damaged: {kind}")
                 self.sound.discard(step)
                 self.damaged.add(step)
@@ -136,31 +141,40 @@ class Story:
             victim = self.chance.choice(files)
             what = "reference" if victim.name.startswith("reference-") else "token cache"
             done.append(f"{what}: {faults.damage_file(victim, self.chance)}")
-        for name in (SAMPLES, METRICS):
+        for name in (*LOOKED_AT, METRICS):
             if (self.run_folder / name).exists() and self.chance.random() < 0.2:
                 done.append(f"{name}: {faults.damage_lines(self.run_folder / name, self.chance)}")
-                self.has_samples = self.has_samples and name != SAMPLES
+                self.unlike |= {name} - {METRICS}
                 self.is_unrepaired = self.is_unrepaired or name == METRICS
         return done
 
-    def _edit(self) -> str:
+    def _alike(self) -> list[str]:
+        """The files of LOOKED_AT that are still the undisturbed run's."""
+        return [name for name in LOOKED_AT if name not in self.unlike]
+
+    def _edit(self) -> str | None:
+        """Edits an input of the run, and returns which; None where there is none to edit."""
         can_miss_line = max(self.sound) > 2 and not self.is_unrepaired  # of fewer lines none is surely missing
-        kind = self.chance.choice(faults.find_edits(self.setup) + [ASIDE[1]] * can_miss_line)
-        if kind != ASIDE[1]:
+        kinds = faults.find_edits(self.setup) + [ASIDE[1]] * can_miss_line
+        kind = self.chance.choice(kinds) if kinds else None
+        if kind is not None and kind != ASIDE[1]:
             faults.edit(self.setup, kind)
         return kind
 
-    def _moment(self, newest: int) -> Moment | None:
+    def _moment(self, newest: int, by_launcher: bool) -> Moment | None:
         """When and how this life is disturbed; None where it may come to its end."""
-        if self.chance.random() < 0.2 or (newest == STEPS and self.chance.random() < 0.3):
+        if self.chance.random() < 0.1 or (newest == STEPS and self.chance.random() < 0.3):
             return None
-        number = signal.SIGKILL if self.chance.random() < 0.6 else signal.SIGTERM
-        everyone = self.chance.random() < 0.7 or self.setup.ranks == 1
+        what: signal.Signals | DiskFault = signal.SIGKILL if self.chance.random() < 0.6 else signal.SIGTERM
+        if self.disk is not None and self.chance.random() < 0.25:
+            spare = self.chance.choice((0, 1 << self.chance.randrange(12, 22)))
+            what = DiskFault(self.chance.choice(FAULTS), spare, self.chance.random())
+        everyone = self.chance.random() < 0.7 or (self.setup.ranks == 1 and not by_launcher)
         victim = None if everyone else self.chance.randrange(self.setup.ranks)
         if self.chance.random() < 0.15:
-            return Moment(number, victim, "starting", None, self.chance.random() * self.reference.seconds / 2)
+            return Moment(what, victim, "starting", None, self.chance.random() * self.reference.seconds / 2)
         phase, pattern = self.chance.choice(faults.phases(self.setup, self.name, newest, self.chance))
-        return Moment(number, victim, phase, pattern, self.chance.choice((0.0, 0.1 * self.chance.random())))
+        return Moment(what, victim, phase, pattern, self.chance.choice((0.0, 0.1 * self.chance.random())))
 
     def _check_edit(self, ended: Ended, edit: str, newest: int | None) -> None:
         """The start was refused with a sentence; what decides nothing is said in one, in the copy that resumes at `newest`."""
@@ -180,17 +194,21 @@ class Story:
         if begun and newest and is_to_be_said and not re.search(f"{METRICS}: .* removed", ended.log):
             raise Silent(f"{METRICS} was damaged, and nothing was said\n{ended.log[-3000:]}")
         self.is_unrepaired = self.is_unrepaired and not begun
-        if not self.sound and self.damaged and not begun and 2 in ended.codes:
+        is_of_disk = ended.met is not None and ended.met.startswith(FAULTS)
+        says_disk = re.search(SAID, ended.log) is not None
+        if not self.sound and self.damaged and not begun and 2 in ended.codes and not (is_of_disk and says_disk):
             if "none of its checkpoints verif" not in ended.log:
                 raise Lost(f"every checkpoint was damaged, and this was said:\n{ended.log[-3000:]}")
             self.counts["stories ended: every checkpoint damaged"] += 1
             return True
         self._compare(ended)
         codes = set(ended.codes)
+        if is_of_disk and codes != {0} and not (2 in codes and says_disk):
+            raise Lost(f"{ended.met}, and it ended with {ended.codes}\n{ended.log[-4000:]}")
         if ended.met is None and codes != {0}:
             raise Lost(f"nobody disturbed it, and it ended with {ended.codes}\n{ended.log[-4000:]}")
         saved = max(self.sound, default=0)
-        said = rf"stopped by \w[\w ]* (after step {saved} of|during the .*; all {saved} steps are saved)"
+        said = rf"stopped by \w[\w ]* (after step {saved}( of {STEPS})?, which is saved|during the .*; all {saved} steps are saved)"
         if saved in (0, STEPS):
             said += "|before the first step" if saved == 0 else "|before the export; all steps are saved"
         if codes == {75} and not re.search(said, ended.log):
@@ -207,8 +225,8 @@ class Story:
             self.sound = comparing.compare_checkpoints(self.run_folder, self.reference, self.sound, self.damaged)
             if not self.is_unrepaired:
                 comparing.compare_lines(self.run_folder, METRICS, self.reference, max(self.sound, default=0))
-            if self.has_samples:
-                comparing.compare_lines(self.run_folder, SAMPLES, self.reference, 0)
+            for name in self._alike():
+                comparing.compare_lines(self.run_folder, name, self.reference, 0)
             comparing.compare_export(self.run_folder, self.reference)
         except Lost as what:
             raise type(what)(f"{what}\n{ended.log[-3000:]}") from None
@@ -219,19 +237,19 @@ class Story:
         if STEPS not in self.sound:  # what a kill kept from being pruned may be there too
             raise Lost(f"finished, but {sorted(self.sound)} are there\n{ended.log[-3000:]}")
         comparing.compare_lines(self.run_folder, METRICS, self.reference, STEPS, is_whole=True)
-        if self.has_samples:
-            comparing.compare_lines(self.run_folder, SAMPLES, self.reference, STEPS, is_whole=True)
+        for name in self._alike():
+            comparing.compare_lines(self.run_folder, name, self.reference, STEPS, is_whole=True)
         comparing.compare_export(self.run_folder, self.reference, is_whole=True)
 
 
 def make_reference(setup: faults.Setup) -> Reference:
     """Runs `setup` once without a fault."""
     started = time.monotonic()
-    ended = Life(setup, "reference", by_launcher=False, keep=None).run(None, 60.0)
+    ended = Life(setup, REFERENCE, by_launcher=False, keep=None).run(None, 60.0)
     if set(ended.codes) != {0}:
         raise Lost(f"the reference ended with {ended.codes}\n{ended.log[-4000:]}")
     seconds = time.monotonic() - started
-    return comparing.read_reference(setup.root / "reference", setup.limit, setup.kind == "best", seconds)
+    return comparing.read_reference(setup.root / REFERENCE, setup.limit, setup.kind == "best", seconds)
 
 
 def in_child(function: Callable[[], Counter[str]], results: Path) -> Counter[str]:
@@ -272,8 +290,13 @@ def soak(
                 shutil.rmtree(setup.root)
                 continue
             reference = make_reference(setup)
-            story = Story(setup, "run", reference, chance, counts, launcher_share)
-            story.to_its_end(lambda: is_enough(faults_in(total + counts)))  # noqa: B023
+            disk = open_disk(setup.root / "disk")
+            name = "run" if disk is None else "disk/run"
+            story = Story(setup, name, reference, chance, counts, launcher_share, disk)
+            try:
+                story.to_its_end(lambda: is_enough(faults_in(total + counts)))  # noqa: B023
+            finally:
+                unmount_after(disk, setup.root)
         except Lost as what:
             (silent if isinstance(what, Silent) else lost).append(f"{setup.label}, {setup.root}: {what}")
         else:
@@ -285,6 +308,16 @@ def soak(
         report.write_text(json.dumps(found | {"lost": lost, "silent": silent}))
         if is_enough(faults_in(total)):
             return
+
+
+def unmount_after(disk: Disk | None, root: Path) -> None:
+    """Removes the disk of a story; what is on it stays to be looked at."""
+    if disk is None:
+        return
+    disk.end()
+    kept = root / "of-the-disk"
+    shutil.copytree(disk.folder, kept, symlinks=True, dirs_exist_ok=True)
+    unmount_below(root)
 
 
 def faults_in(counts: Counter[str]) -> int:

@@ -1,4 +1,4 @@
-"""What commit 993aeb8 wrote is still resumed and exported: real files of that commit, in `from_993aeb8/`."""
+"""What earlier commits wrote is still resumed and exported: real files of these commits, in `from_<commit>/`."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from finetune.checkpoint import folders, manifest
 from finetune.cli import main
 from finetune.files.tensors import read, read_folder
-from tests.ranks import ROOT, run_python
+from tests.ranks import ROOT, launch_ranks, run_python
 
 FILES = Path(__file__).parent / "from_993aeb8"
 RUN = str(ROOT / "finetune" / "run.py")
@@ -47,3 +47,22 @@ def test_a_run_of_993aeb8_resumes_with_its_own_next_losses_and_is_exported(
     for one, other in zip(now, recorded, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-6), one["step"]
         assert one["tokens"] == other["tokens"]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("single", 1), ("fsdp1", 2)])
+def test_a_tower_of_37b8172_resumes_with_its_own_next_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ranks: int
+) -> None:
+    """That commit trained what no image reaches: it saved no state for it, or under FSDP1 one of zeros."""
+    pytest.importorskip("PIL", reason="Pillow is not installed: pip install -e '.[images]'")
+    place = tmp_path / "place"
+    shutil.copytree(Path(__file__).parent / "from_37b8172", place)
+    recorded = metrics(place / kind)
+    monkeypatch.chdir(place)
+    resumed = launch_ranks(
+        RUN, ["--recipe", f"{kind}.yaml", "--config", f"{kind}-accelerate.yaml"], ranks=ranks
+    ).check()
+    assert "resumed at step 2" in resumed.outputs[0] and "not trained: " in resumed.outputs[0]
+    for one, other in zip(metrics(place / kind), recorded, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-6), one["step"]
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5), one["step"]

@@ -8,8 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.checkpoint import folders
+from finetune.checkpoint.save import describe_model
+from finetune.config.reader import read_recipe
+from finetune.data.tokenizer import load_tokenizer
+from finetune.models.lora import add_adapters
 from tests.conftest import make_chat, make_model
 from tests.ranks import ROOT, launch_ranks, run_python
 
@@ -54,6 +60,18 @@ def test_a_run_killed_at_random_moments_loses_nothing(kills: int) -> None:
     done = run_python([str(HERE / "killing.py"), "--kills", str(kills)], timeout=60 + 20 * kills)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1])["kills"] == kills
+
+
+def test_an_adapters_config_is_the_same_bytes_in_every_process(tiny_recipe: Callable[..., Path]) -> None:
+    """peft keeps its targets in a set, whose order is another one in each process: found by the soak."""
+    recipe = read_recipe(str(tiny_recipe(use_peft=True, lora_r=2)))
+    assert recipe.model.model_name_or_path is not None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipe.model.model_name_or_path))
+    add_adapters(model, recipe.lora, torch.float32)
+    files = describe_model(model, recipe, load_tokenizer(recipe.model, recipe.data))
+    targets = json.loads(files["model/adapter_config.json"])["target_modules"]
+    assert len(targets) == 7 and targets == sorted(targets)
 
 
 def test_a_second_run_in_one_folder_is_refused(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.ranks import run_python
+from tests.ranks import ROOT, run_python
 
 
 @pytest.mark.parametrize(("faults", "launcher"), [(60, 0.0), pytest.param(300, 0.05, marks=pytest.mark.slow)])
@@ -14,3 +14,18 @@ def test_random_faults_lose_nothing(faults: int, launcher: float) -> None:
     assert done.returncode == 0, done.stderr[-8000:]
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["faults"] >= faults and line["lost"] == line["silent"] == 0
+
+
+def test_the_page_has_the_table_of_the_counts() -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    counts = json.loads((ROOT / "benchmarks" / "results" / "soak" / "soak.json").read_text())
+    table = page.partition("<!-- soak -->\n")[2].partition("<!-- /soak -->")[0]
+    named = {line.split("|")[1].strip(): line.split("|")[2:] for line in table.splitlines() if line.startswith("| ")}
+    faults, lost, silent = (int(cell.strip().replace(",", "")) for cell in named["all"][:3])
+    assert (faults, lost, silent) == (counts["faults"], counts["lost"], counts["silent"]) and lost == silent == 0
+    rows = [
+        int(cells[0].strip().replace(",", ""))
+        for name, cells in named.items()
+        if "faults" not in name and name != "all"
+    ]
+    assert sum(rows) == faults >= 3000

@@ -181,7 +181,6 @@ MISTAKES = {
     ],
     "seed: 1\nseed: 2": ["F:5: seed: given twice, first at line 4; keep one"],
     "max_length: 1000000000000": ["F:4: max_length: 1000000000000 does not fit; a number of at most 1e+09 is expected"],
-    'run_name: "a\\0b"': ['F:4: run_name: "a\\u0000b" does not fit; a file\'s name is expected'],
     'max_steps: "8"': ['F:4: max_steps: "8" does not fit; a whole number is expected; in quotes it is text: write 8'],
     "max_steps: 0": ["F:4: max_steps: 0 does not fit; a number above 0, or -1, is expected"],
     "max_steps: 1e9": ["F:4: max_steps: 1000000000.0 does not fit; a whole number is expected; write 1000000000"],
@@ -277,6 +276,14 @@ MISTAKES = {
     "drop_vision: true\nuse_peft: true": [
         "F:4: drop_vision: adapters are opened on the checkpoint, whose own class has other names for their layers; "
         "set drop_vision: false"
+    ],
+    'run_name: "a\\0b"': ["F:4: run_name: holds a NUL character, which no text and no name has; remove it"],
+    'sample_prompts: ["a", "a\\0b"]': [
+        "F:4: sample_prompts: holds a NUL character, which no text and no name has; remove it"
+    ],
+    "train_mtp: true": [
+        "F:4: train_mtp: no model class of transformers has layers for multi-token prediction, and its MtpModel, which "
+        "drafts with them, computes no loss; remove it; an export carries over those of the base"
     ],
     "eval_datasets: [{path: a/b}]\neval_split_size: 0.1": [
         "F:5: eval_datasets and eval_split_size both name the held-out rows; keep one"

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -715,6 +716,26 @@ def test_a_value_of_the_wrong_kind_is_no_traceback(converted: Convert) -> None:
 FSDP = "fsdp: [full_shard, auto_wrap]\nfsdp_config: {fsdp_offload_params: %s, fsdp_cpu_ram_efficient_loading: true}\n"
 
 
+NUL = "a\0b"
+WITH_NUL: dict[str, dict[str, Any]] = {
+    "axolotl": {"base_model": NUL, "datasets": [{"path": NUL, "type": "alpaca", "data_files": NUL}], "deepspeed": NUL},
+    "llamafactory": {"model_name_or_path": NUL, "stage": "sft", "dataset": NUL, "dataset_dir": NUL, "template": NUL},
+    "trl": {"model_name_or_path": NUL, "dataset_name": NUL, "per_device_train_batch_size": 1, "output_dir": NUL},
+    "torchtune": {
+        "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": NUL},
+        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": NUL},
+        "dataset": {"_component_": "torchtune.datasets.alpaca_dataset", "source": NUL, "data_files": NUL},
+    },
+}
+
+
+@pytest.mark.parametrize("tool", WITH_NUL)
+def test_a_nul_in_a_name_is_no_traceback(tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "theirs.json").write_text(json.dumps(WITH_NUL[tool]))
+    assert main(["convert", str(tmp_path / "theirs.json")]) in (0, 1, 2)
+    assert "\0" not in "".join(capsys.readouterr())
+
+
 def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
     for asked, layout in (("false", "fsdp_full_shard_auto"), ("true", "fsdp_cpu_offload")):
         text = AXOLOTL.replace("deepspeed: deepspeed_configs/zero2.json\n", FSDP % asked)
@@ -1067,7 +1088,7 @@ def test_optimizers_that_decay_by_the_gradient_or_keep_master_weights_are_told_a
     assert (ours["optim"], "dtype" in ours) == ("adamw_torch_fused", False)
 
 
-def test_muon_is_moonshots_where_the_tools_is(converted: Convert) -> None:
+def test_muon_scales_its_updates_as_the_tool_does(converted: Convert) -> None:
     """LLaMA-Factory's third_party/muon and axolotl-contribs-mit's Muon scale updates by 0.2 x the root of the larger size;
     the latter leaves out vectors, and under FSDP2 takes Microsoft's, which scales otherwise."""
     ours, said, _ = converted(LLAMA_FACTORY.replace("lora\n", "full\n") + "use_muon: true\nweight_decay: 0.1\n")

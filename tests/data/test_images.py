@@ -15,10 +15,12 @@ from PIL import Image
 from finetune.cli import main
 from finetune.config.reader import read_recipe
 from finetune.constants import IGNORE_INDEX
+from finetune.data.images import EncodedImage, open_image
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from tests.data.world import Rank
+from tests.ranks import run_command
 from tests.vision import IMAGE, add_processor, draw_image, make_vision_model, open_processor
 
 ANSWER = {"role": "assistant", "content": "A fox."}
@@ -119,6 +121,65 @@ def test_no_part_of_an_image_is_trained_on(model: Path, tmp_path: Path) -> None:
         assert (micro_batch.labels != IGNORE_INDEX).sum() > 5
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "keys"),
+    [
+        ("flat.png", (4_700, 4_700), {}),  # a screenshot, say
+        ("photo.jpg", (4_000, 3_000), {"progressive": True}),
+        ("panorama.png", (6_000, 60), {}),
+        ("upright.jpg", (30, 20), {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"}),
+    ],
+)
+def test_an_image_in_proportion_is_opened_as_transformers_opens_it(
+    name: str, size: tuple[int, int], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers.image_utils import load_image
+
+    Image.radial_gradient("L").resize(size).convert("RGB").save(tmp_path / name, **keys)
+    with (tmp_path / name).open("ab") as file:
+        file.write(b"\xff\xda" * 500 if name == "photo.jpg" else b"")  # as a film that follows a photo may hold
+    ours = open_image(EncodedImage((tmp_path / name).read_bytes()))
+    theirs = load_image(str(tmp_path / name))
+    assert (ours.size, ours.mode) == (theirs.size, theirs.mode) and ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["png", "webp"])
+def test_an_image_takes_little_more_memory_than_its_pixels(kind: str, tmp_path: Path) -> None:
+    """Measured in a process of its own, whose largest size is the kernel's."""
+    Image.new("RGB", (4_700, 4_700)).save(tmp_path / f"a.{kind}", lossless=True)
+    code = """
+import resource, sys
+from pathlib import Path
+from finetune.data.images import EncodedImage, open_image
+size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+open_image(EncodedImage(Path(sys.argv[1]).with_name("small.png").read_bytes()))
+before = size()
+open_image(EncodedImage(Path(sys.argv[1]).read_bytes()))
+print((size() - before) * 1024)
+"""
+    Image.new("RGB", (9, 9)).save(tmp_path / "small.png")
+    Image.new("RGB", (9, 9)).save(tmp_path / "small.webp")
+    done = run_command(["python", "-c", code, str(tmp_path / f"a.{kind}")])
+    assert int(done.stdout) < {"png": 2, "webp": 6}[kind] * 3 * 4_700**2, done.stderr
+
+
+def test_pictures_of_an_arrow_file_are_bounded_too(model: Path, tmp_path: Path) -> None:
+    """The `datasets` library would decode them before they are looked at."""
+    import datasets
+
+    Image.new("1", (9_400, 9_400)).save(tmp_path / "flat.png")
+    draw_image(tmp_path / "0.png", 0)
+    for name, words in (("0.png", None), ("flat.png", "9,400 x 9,400 pixels unpack to more than 64 MiB")):
+        row = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A fox."}]}
+        rows = datasets.Dataset.from_list([row | {"images": [{"path": None, "bytes": (tmp_path / name).read_bytes()}]}])
+        rows.cast_column("images", datasets.List(datasets.Image())).save_to_disk(tmp_path / f"of-{name}")
+        if words is None:
+            assert prepare(model, tmp_path / f"of-{name}").report.sources[0].images == 1
+            continue
+        with pytest.raises(UserError, match=words):
+            prepare(model, tmp_path / f"of-{name}")
+
+
 def load_ids(model: Path) -> list[int]:
     return list(open_processor(model, "qwen2_5_vl").image_token_ids)
 
@@ -129,12 +190,19 @@ def load_ids(model: Path) -> list[int]:
         ({"type": "image", "path": "none.png"}, "none.png: no such file"),
         ({"type": "image", "path": "text.png"}, "text.png: cannot be read as an image"),
         ({"type": "image", "path": "torn.png"}, "torn.png: cannot be read as an image"),
-        (
-            {"type": "image", "path": "thin.png"},
-            "1 x 300 pixels: Qwen2_5_VLProcessor rejects it: absolute aspect ratio",
-        ),
+        ({"type": "image", "path": "thin.png"}, "1 x 300 pixels: one side is more than 200 times the other; cut it"),
         ({"type": "image", "path": "moving.gif"}, "moving.gif: animated; save one of its 2 frames"),
         ({"type": "image", "path": "bomb.png"}, "bomb.png: 30,000 x 3,000 pixels, more than 89,478,485"),
+        (
+            {"type": "image", "path": "flat.png"},
+            "flat.png: 9,400 x 9,400 pixels unpack to more than 64 MiB, 30 times its",
+        ),
+        ({"type": "image", "path": "vast.png"}, "vast.png: more than 178,956,970 pixels; shrink it"),
+        (
+            {"type": "image", "path": "long.png"},
+            "long.png: 40,000 x 1 pixels: one side is more than 200 times the other",
+        ),
+        ({"type": "image", "path": "scans.jpg"}, "scans.jpg: a JPEG of more than 100 scans; save it again"),
         (
             {"type": "image", "url": "https://example.org/fox.png"},
             "an address is not downloaded; save the image as a file",
@@ -153,8 +221,14 @@ def test_an_image_that_cannot_be_used_is_named_with_its_row(
     Image.new("L", (1, 300)).save(tmp_path / "thin.png")
     frames = [Image.new("L", (9, 9), color) for color in (0, 200)]
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
-    if "bomb" in str(part):
-        Image.new("1", (30_000, 3_000)).save(tmp_path / "bomb.png")
+    sizes = {"bomb": (30_000, 3_000), "flat": (9_400, 9_400), "vast": (20_000, 20_000), "long": (40_000, 1)}
+    for name, size in sizes.items():
+        if name in str(part):
+            Image.new("1", size).save(tmp_path / f"{name}.png")
+    Image.new("RGB", (640, 640)).save(tmp_path / "scans.jpg", progressive=True)
+    progressive = (tmp_path / "scans.jpg").read_bytes()
+    last_scan = progressive[progressive.rindex(b"\xff\xda") : -2]
+    (tmp_path / "scans.jpg").write_bytes(progressive[:-2] + last_scan * 200 + progressive[-2:])
     good = chat({"type": "image", "path": "good.png"}, "What?")
     data = write_rows(tmp_path, [good, chat(part, "What?")])
     with pytest.raises(UserError) as problem:
@@ -290,3 +364,36 @@ def test_images_that_see_themselves_in_some_layers_alone_are_refused(tmp_path: P
         UserError, match="not supported for gemma4 with use_bidirectional_attention: vision; it is tested"
     ):
         prepare(large, data)
+
+
+UNREAD: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"prompt": "What?", "completion": " A fox.", "images": ["0.png"]}, {}),
+    ({"text": "A fox.", "photo": "0.png"}, {}),
+    ({"messages": [{"role": "user", "content": "What?"}, ANSWER], "picture": {"bytes": None, "path": "0.png"}}, {}),
+    ({"prompt": "What?", "chosen": " A fox.", "rejected": " A hen.", "image": "0.png"}, {"method": "dpo"}),
+    ({"prompt": "What?", "image": "0.png"}, {"method": "grpo", "rewards": ["format"], "max_completion_length": 16}),
+]
+
+
+@pytest.mark.parametrize(("row", "keys"), UNREAD)
+def test_images_that_nothing_reads_are_fatal_for_a_model_that_would_see_them(
+    row: dict[str, Any], keys: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    draw_image(tmp_path / "0.png", 0)
+    data = write_rows(tmp_path, [row, row | {"prompt": "Who?"}])
+    column = next(name for name in row if name in ("images", "photo", "picture", "image"))
+    with pytest.raises(UserError, match=rf"fatal: images_dropped: .*; first: the column {column} ") as problem:
+        prepare(tmp_path / "model", data, **keys)
+    assert f"{data}:1" in str(problem.value)
+
+
+def test_images_that_nothing_reads_are_a_warning_for_a_model_without_a_tower(model: Path, tmp_path: Path) -> None:
+    draw_image(tmp_path / "0.png", 0)
+    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    keys = {"model_name_or_path": None, "model_config": config, "tokenizer_name_or_path": str(model)}
+    rows: list[dict[str, Any]] = [{"text": "A fox.", "photo": "0.png"}, {"text": "A hen.", "photo_id": 7, "images": []}]
+    report = prepare(model, write_rows(tmp_path, rows), **keys).report
+    assert [(f.severity, f.rows) for f in report.findings if f.name == "images_unread"] == [("warning", 1)]
+    assert "images_dropped" not in {f.name for f in report.findings}

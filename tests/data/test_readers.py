@@ -4,9 +4,12 @@ import cProfile
 import gzip
 import io
 import json
+import random
 import tracemalloc
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -188,7 +191,7 @@ def test_parquet_and_arrow_and_text_are_read(tmp_path: Path) -> None:
 def test_a_gzip_bomb_is_an_error_before_it_is_unpacked(tmp_path: Path, name: str) -> None:
     start = {"a.json.gz": b'[{"text": "', "a.csv.gz": b"text\n"}.get(name, b'{"text": "')
     path = written(tmp_path, name, gzip.compress(start + b"x" * 200_000_000))
-    problem = ":2: a line longer than 16 MiB" if "csv" in name else ": unpacks to more than 64 MiB, 64 times its size; "
+    problem = ":2: a line longer than 16 MiB" if "csv" in name else ": unpacks to more than 64 MiB, 30 times its size; "
     tracemalloc.start()
     with pytest.raises(UserError, match=name + problem):
         list(read_file(str(path)))
@@ -196,19 +199,66 @@ def test_a_gzip_bomb_is_an_error_before_it_is_unpacked(tmp_path: Path, name: str
     tracemalloc.stop()
 
 
-def test_a_parquet_bomb_is_read_a_few_rows_at_a_time_or_not_at_all(tmp_path: Path) -> None:
+# A file of some kilobytes -> its column.
+BOMBS: dict[str, Callable[[Any], Any]] = {
+    "a value in many rows": lambda pa: repeat(pa, 500, 2_000_000),
+    "a large value in some rows": lambda pa: repeat(pa, 30, 20_000_000),
+    "within a list of structs": lambda pa: pa.ListArray.from_arrays(
+        list(range(31)), pa.StructArray.from_arrays([repeat(pa, 30, 20_000_000)], ["content"])
+    ),
+    "one value": lambda pa: pa.array(["a" * 200_000_000]),
+    "nulls": lambda pa: pa.nulls(50_000_000, pa.string()),
+    "nulls in a row": lambda pa: pa.array([[None] * 20_000_000]),
+}
+
+
+def repeat(pa: Any, rows: int, size: int) -> Any:
+    """A column of `rows` rows of the same text."""
+    return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["a" * size]))
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_parquet_bomb_is_read_a_few_rows_at_a_time_or_not_at_all(bomb: str, tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 500, pa.int32()), pa.array(["a" * 2_000_000]))
-    parquet.write_table(pa.table({"text": repeated}), tmp_path / "many.parquet", compression="zstd")
-    before = pa.total_allocated_bytes()
-    sizes = [len(row["text"]) for _, row in read_file(str(tmp_path / "many.parquet")) if isinstance(row, dict)]
-    assert (len(sizes), set(sizes)) == (500, {2_000_000})
-    assert pa.default_memory_pool().max_memory() - before < 400 * 2**20
-    parquet.write_table(pa.table({"text": ["a" * 200_000_000]}), tmp_path / "one.parquet", compression="zstd")
-    with pytest.raises(UserError, match=r"one\.parquet: unpacks to more than 64 MiB"):
-        list(read_file(str(tmp_path / "one.parquet")))
+    parquet.write_table(pa.table({"text": BOMBS[bomb](pa)}), tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 200_000
+    usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        with pytest.raises(
+            UserError, match=r"a\.parquet: unpacks to more than 64 MiB, 30 times its size; is it data\?"
+        ):
+            for _ in read_file(str(tmp_path / "a.parquet")):
+                pass
+    finally:
+        pa.set_memory_pool(usual)
+    assert pool.max_memory() < 300 * 2**20
+
+
+def test_parquet_in_proportion_is_read(tmp_path: Path) -> None:
+    """The same system prompt and tools in every row, as agents' data have them: dictionaries, and much smaller on disk."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    tools, generator = "tool " * 1000, random.Random(0)
+    rows = [{"tools": tools, "text": generator.randbytes(200).hex()} for _ in range(20_000)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", compression="zstd")
+    assert sum(len(row["tools"]) for row in rows) > 15 * (tmp_path / "a.parquet").stat().st_size
+    assert [row for _, row in read_file(str(tmp_path / "a.parquet"))] == rows
+
+
+@pytest.mark.parametrize("bomb", [name for name in BOMBS if "value in" in name or "list" in name])
+def test_an_arrow_dictionary_is_counted_in_every_row(bomb: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import ipc
+
+    batch = pa.record_batch([BOMBS[bomb](pa)], ["text"])
+    with ipc.new_stream(tmp_path / "a.arrow", batch.schema, options=ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write(batch)
+    with pytest.raises(UserError, match=r"a\.arrow: unpacks to more than 64 MiB, 30 times its size"):
+        list(read_file(str(tmp_path / "a.arrow")))
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])

@@ -76,3 +76,17 @@ def test_a_kernel_that_is_not_deterministic_is_refused_by_name() -> None:
     ):
         values.put_(places, torch.ones(2))
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.slow
+def test_threads_of_a_forked_rank_find_a_pool() -> None:
+    """Children of a process that has torch's threads failed now and then; those of one that has none, as the launcher's, never."""
+    script = str(Path(__file__).with_name("forked_threads.py"))
+
+    def failures(kind: str) -> int:
+        done = run_python([script, "600", kind], timeout=500)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert failures("forked") > 0, "else this shows nothing"
+    assert failures("renewed") == failures("without a pool") == 0

@@ -80,6 +80,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "kind": (lambda c, _: c.update(peft_type="IA3"), "adapter_config.json: peft_type: 'IA3' is not LORA"),
     "no rank": (lambda c, _: c.pop("r"), "adapter_config.json: r: a positive number is expected"),
     "other rank": (lambda c, _: c.update(r=8), "not the config's rank 8"),
+    "rank of a billion": (lambda c, _: c.update(r=10**9), "adapter_config.json: r: 1,000,000,000: its weights have"),
     "bad pattern": (lambda c, _: c.update(rank_pattern={"(": 3}), "(: not a regular expression"),
     "B missing": (lambda _, t: t.pop(f"{LAYER}.lora_B.weight"), "q_proj.lora_B.weight: missing, although"),
     "no magnitude": (

@@ -1,4 +1,5 @@
-"""The sweep: every causal family of transformers, two layers with random weights, tried as a run would try it.
+"""The sweep: every causal family of transformers, and every vision-language class on text, of two layers with random weights,
+tried as a run would try it.
 
     python -m tests.models.sweep            # prints the table
     python -m tests.models.sweep --write    # writes it into docs/models.md
@@ -12,6 +13,7 @@ document at a time.
 
 import contextlib
 import io
+import shutil
 import sys
 import tempfile
 import traceback
@@ -31,12 +33,14 @@ from finetune.distributed.join import join, leave
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.export.logits import check_streamed_logits
-from finetune.models.load import load_model
+from finetune.models.load import auto_class_of, load_model
 from finetune.models.probe import check_training_forward
+from tests import vision
 from tests.models.families import DELTA, EVERY, VOCABULARY, documents, packed, padded, plain_loss
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = ["| `model_type` | `packing: true` | `packing: false` |", "|---|---|---|"]
+HEAD_OF_CLASSES = ["| Class | `packing: true` | `packing: false` |", "|---|---|---|"]
 CLOSE = 1e-5  # of the loss, relative: packed against unpacked, and against transformers' own
 
 # Sizes by the names that config classes use for them; a family takes those that its class has.
@@ -135,6 +139,11 @@ REASONS = {
     "missing: these are not the weights": "its files lack tensors that the model has",
     "without a place in": "its files have tensors that the model lacks",
     "not a plain linear layer": "its output head is not a linear layer",
+    "its head reads several vectors of a token": "its head reads several vectors of a token",
+    "its logits are something else than the scores": "its logits are no scores of a head, scaled or capped",
+    "has no causal language model of this type": "no language model of its own",
+    "`get_input_embeddings` not": "transformers does not say which module is its embedding",
+    "its embedding has 0 rows": "its config gives no vocabulary",
     "its export could not be verified": "its export could not be verified",
 }
 
@@ -182,6 +191,64 @@ def tiny_config(family: str) -> Any:
     return AutoConfig.for_model(family, **{name: value for name, value in wanted.items() if value is not DEFAULT})
 
 
+def image_classes() -> list[tuple[str, str]]:
+    """(`model_type`, class) of every vision-language model."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    pairs = []
+    for family, names in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()):
+        named = [names] if isinstance(names, str) else names
+        pairs += [(family, name) for name in named if family in CONFIG_MAPPING]
+    return pairs
+
+
+def small_config(family: str) -> Any:
+    """The config of a class with small sizes: of a causal model `tiny_config`, of others that of tests/vision.py if it has one."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if not is_composite(family):
+        return tiny_config(family)
+    if family in vision.FAMILIES | vision.MORE:
+        return AutoConfig.for_model(**vision.whole_config(family))
+    whole = CONFIG_MAPPING[family]().to_dict()
+    sections = CONFIG_MAPPING[family].sub_configs
+    small = {
+        key: shrink(value) if key in sections and isinstance(value, dict) else value for key, value in whole.items()
+    }
+    return AutoConfig.for_model(**small)
+
+
+MOST_NUMBERS = 100_000_000  # of a model that is tried
+WIDTHS = ("hidden_size", "out_hidden_size", "adapter_in_dim", "adapter_input_size", "adapter_out_dim")
+SIZES = TINY | dict.fromkeys(WIDTHS, TINY["hidden_size"]) | {"depth": 2, "num_key_value_heads": 4}
+OF_A_LAYER = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+)
+
+
+def shrink(section: dict[str, Any]) -> dict[str, Any]:
+    """A section of a config with small sizes."""
+    if "per_layer_config" in section:  # which says for each of its own layers what to have
+        kept = ("model_type", *WIDTHS, *OF_A_LAYER)
+        return {key: SIZES.get(key, section[key]) for key in kept if key in section}
+    small = {}
+    for key, value in section.items():
+        if isinstance(value, list) and len(value) == section.get("num_hidden_layers"):
+            small[key] = value[: SIZES["num_hidden_layers"]]
+        elif key in SIZES and key != "head_dim" and isinstance(value, int) and value:
+            small[key] = SIZES[key]
+        else:
+            small[key] = value
+    return small
+
+
 def _has(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
@@ -197,6 +264,20 @@ def save_tiny(family: str, folder: Path) -> None:
     AutoModelForCausalLM.from_config(
         tiny_config(family), dtype=torch.float32, attn_implementation="eager"
     ).save_pretrained(folder)
+
+
+def save_small(family: str, name: str, folder: Path) -> None:
+    """A whole vision-language model of `small_config` with random weights. Raises `ValueError` where it is not small."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = small_config(family)
+    with torch.device("meta"):
+        numbers = sum(p.numel() for p in getattr(transformers, name)._from_config(config).parameters())
+    if numbers > MOST_NUMBERS:
+        raise ValueError(f"{numbers:,} parameters")
+    model: Any = getattr(transformers, name)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model.save_pretrained(folder)
 
 
 def try_family(folder: Path, world: World, *, packing: bool) -> Trial:
@@ -232,8 +313,6 @@ def _why_refused(folder: Path, world: World, packing: bool, implementation: str)
 
 def _check_loss(model: Any, folder: Path, packing: bool) -> None:
     """What was let in must compute the loss of one document at a time: its own, and transformers'."""
-    from transformers import AutoModelForCausalLM
-
     name = f"{folder.name}, {'packed' if packing else 'padded'}"
     model.eval()
     with torch.no_grad():
@@ -246,7 +325,7 @@ def _check_loss(model: Any, folder: Path, packing: bool) -> None:
             "sdpa",
         ):  # HRM's recurrence makes 7e-5 of the rounding in which these two differ
             kwargs = {"dtype": torch.float32, "attn_implementation": implementation}
-            truth = AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
+            truth = auto_class_of(model.config).from_pretrained(folder, **kwargs).eval()
             losses[implementation] = float(plain_loss(truth, documents()))
             if abs(found - losses[implementation]) <= CLOSE * found:
                 return
@@ -281,23 +360,44 @@ def row(family: str, world: World, root: Path) -> str:
     return f"| `{family}` | {trials[0]} | {trials[1]} |"
 
 
-def table_of(lines: list[str]) -> list[str]:
-    """The lines of the page's table of families; that of vision-language models stands before it."""
-    start = next(index for index, line in enumerate(lines) if line.startswith("| `model_type` | `packing"))
-    return [line for line in lines[start:] if line.startswith("|")]
+def row_of_class(family: str, name: str, world: World, root: Path) -> str:
+    """The line of a whole vision-language class."""
+    folder = root / f"{family}-{name}"
+    try:
+        save_small(family, name, folder)
+    except Exception as error:  # as in `row`; or a package that it needs is not installed
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return f"| `{name}` (`{family}`) | not tried: no config this small | not tried |"
+    trials = [try_family(folder, world, packing=packing) for packing in (True, False)]
+    shutil.rmtree(folder)
+    return f"| `{name}` (`{family}`) | {trials[0]} | {trials[1]} |"
+
+
+def table_of(lines: list[str], head: list[str] = HEAD) -> list[str]:
+    """The lines of one of the page's two tables."""
+    start = lines.index(head[0])
+    end = next((index for index in range(start, len(lines)) if not lines[index].startswith("|")), len(lines))
+    return lines[start:end]
 
 
 def main(arguments: list[str]) -> None:
-    chosen = [name for name in arguments if not name.startswith("-")] or families()
-    lines = []
+    chosen = [name for name in arguments if not name.startswith("-")]
+    lines: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as root, one_process() as world:
-        for family in chosen:
-            lines.append(row(family, world, Path(root)))
-            print(lines[-1], flush=True)
+        for family in families():
+            if not chosen or family in chosen:
+                lines.setdefault(HEAD[0], []).append(row(family, world, Path(root)))
+                print(lines[HEAD[0]][-1], flush=True)
+        for family, name in image_classes():
+            if not chosen or family in chosen or name in chosen:
+                lines.setdefault(HEAD_OF_CLASSES[0], []).append(row_of_class(family, name, world, Path(root)))
+                print(lines[HEAD_OF_CLASSES[0]][-1], flush=True)
     if "--write" in arguments:
         page = PAGE.read_text(encoding="utf-8")
-        old = "\n".join(table_of(page.splitlines()))
-        PAGE.write_text(page.replace(old, "\n".join(HEAD + lines)), encoding="utf-8")
+        for head in (HEAD, HEAD_OF_CLASSES):
+            old = "\n".join(table_of(page.splitlines(), head))
+            page = page.replace(old, "\n".join(head + lines[head[0]]))
+        PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

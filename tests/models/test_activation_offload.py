@@ -167,5 +167,5 @@ def test_on_cuda_the_gradients_are_the_same(keeps: Any) -> None:
     for offload in (None, ActivationOffload(CudaCopies())):
         model = build(keeps, offload).cuda()
         model.model(**inputs, use_cache=False).last_hidden_state.float().square().sum().backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        found.append(torch.cat([p.grad.flatten() for p in model.model.parameters()]))
     assert torch.equal(*found)

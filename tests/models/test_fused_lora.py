@@ -16,6 +16,7 @@ from tests.plan.traced import allocated_peak, saved_for_backward
 aten = torch.ops.aten
 WIDTH_IN, WIDTH_OUT, RANK, TOKENS = 96, 160, 8, 40
 AUTOCAST = "autocast"
+NAMES = ("gate_proj", "up_proj")  # which are one operation together
 
 
 def make_layers(dtype: Any = torch.float32, *, bias: bool = False, **config: Any) -> nn.Module:
@@ -23,8 +24,8 @@ def make_layers(dtype: Any = torch.float32, *, bias: bool = False, **config: Any
     from peft import LoraConfig, inject_adapter_in_model
 
     torch.manual_seed(0)
-    layers = nn.ModuleDict({name: nn.Linear(WIDTH_IN, WIDTH_OUT, bias=bias) for name in ("gate", "up")})
-    layers = inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=12, target_modules=["gate", "up"], **config), layers)
+    layers = nn.ModuleDict({name: nn.Linear(WIDTH_IN, WIDTH_OUT, bias=bias) for name in NAMES})
+    layers = inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=12, target_modules=list(NAMES), **config), layers)
     for name, parameter in layers.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
@@ -41,7 +42,7 @@ def run(layers: nn.Module, dtype: Any, *, requires_grad: bool = True) -> dict[st
     x.requires_grad_(requires_grad)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == AUTOCAST):
         outputs = {name: layer(x) for name, layer in layers.items()}
-    loss = (outputs["gate"].float().tanh() * outputs["up"].float()).square().sum()
+    loss = (outputs[NAMES[0]].float().tanh() * outputs[NAMES[1]].float()).square().sum()
     loss.backward()
     found = outputs | {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
     return found | ({"x": x.grad} if requires_grad else {})
@@ -128,7 +129,7 @@ def test_less_is_kept_and_allocated_than_by_peft(capsys: pytest.CaptureFixture[s
             fuse_adapters(layers)
         x = torch.randn(TOKENS, WIDTH_IN, requires_grad=True).bfloat16()  # as a frozen base's layers hand it on
         with saved_for_backward(layers.parameters()) as saved, torch.autocast("cpu", torch.bfloat16):
-            layers["gate"](x), layers["up"](x)
+            layers[NAMES[0]](x), layers[NAMES[1]](x)
         # Casts of the adapters' factors are peft's under autocast too; they do not grow with the tokens.
         factors = {2 * RANK * WIDTH_IN, 2 * RANK * WIDTH_OUT}
         kept[name] = sum(size for size in saved.values() if size not in factors)
@@ -150,7 +151,7 @@ def test_dropout_and_dora_stay_pefts(config: dict[str, Any]) -> None:
 def test_a_layer_whose_adapter_is_off_or_merged_is_the_base() -> None:
     layers = make_layers()
     fuse_adapters(layers)
-    layer, x = layers["gate"], torch.randn(3, WIDTH_IN)
+    layer, x = layers[NAMES[0]], torch.randn(3, WIDTH_IN)
     adapted = layer(x)
     layer.enable_adapters(False)
     assert torch.equal(layer(x), layer.base_layer(x)) and not torch.equal(layer(x), adapted)
@@ -209,10 +210,55 @@ def test_a_model_may_add_to_an_output_in_place() -> None:
         if fuse:
             fuse_adapters(layers)
         x = torch.randn(2, TOKENS, WIDTH_IN, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        output = layers["gate"](x)
-        output += layers["up"](x)
+        output = layers[NAMES[0]](x)
+        output += layers[NAMES[1]](x)
         output.tanh().sum().backward()
         assert x.grad is not None
         gradients = {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
         found.append({"x": x.grad, "output": output} | gradients)
     assert worst_error(found[1], found[0]) < 1e-5
+
+
+def test_layers_of_one_operation_may_have_inputs_of_their_own() -> None:
+    """Then the second computes its own output; and a layer that is never called is no longer computed beside another."""
+    for calls in (NAMES, NAMES[:1]):
+        found: list[dict[str, Tensor]] = []
+        for fuse in (False, True):
+            layers = make_layers()
+            if fuse:
+                fuse_adapters(layers)
+            generator = torch.Generator().manual_seed(1)
+            for _ in range(2):
+                inputs = {name: torch.randn(TOKENS, WIDTH_IN, generator=generator) for name in calls}
+                outputs = {name: layers[name](x) for name, x in inputs.items()}
+                torch.stack(list(outputs.values())).square().sum().backward()
+            grads = {name: p.grad for name, p in layers.named_parameters() if p.grad is not None and p.grad.any()}
+            found.append(outputs | grads)
+            if fuse and calls != NAMES:
+                assert len(layers[NAMES[0]].group) == 1
+        assert worst_error(found[1], found[0]) < 1e-5
+
+
+def test_layers_that_share_their_input_multiply_it_once() -> None:
+    """The factors A of both are one product, and the gradients of the input add up within the products."""
+    layers = make_layers(torch.bfloat16)
+    fuse_adapters(layers)
+    products: list[tuple[str, tuple[int, ...]]] = []
+    sums = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if function in (aten.mm.default, aten.addmm.out):
+                products.append((function.name(), tuple(result.shape)))
+            if function is aten.add.Tensor:
+                sums.append(tuple(result.shape))
+            return result
+
+    with Products():
+        run(layers, torch.bfloat16)
+    assert products.count(("aten::mm", (TOKENS, 2 * RANK))) == 1  # x A^T of both
+    assert products.count(("aten::mm", (2 * RANK, WIDTH_IN))) == 1  # the gradients of A
+    assert products.count(("aten::mm", (TOKENS, WIDTH_IN))) == 1  # the gradient of the input, to which two are added
+    assert products.count(("aten::addmm.out", (TOKENS, WIDTH_IN))) == 2
+    assert (TOKENS, WIDTH_IN) not in sums and (2, TOKENS // 2, WIDTH_IN) not in sums

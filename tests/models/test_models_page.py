@@ -41,3 +41,23 @@ def test_the_sweep_finds_what_the_page_says(tmp_path: Any) -> None:
     with sweep.one_process() as world:
         found = [sweep.row(family, world, tmp_path) for family in sweep.families()]
     assert found == sweep.table_of(sweep.PAGE.read_text(encoding="utf-8").splitlines())[2:]
+
+
+def rows_of_classes() -> list[str]:
+    """The page's table of vision-language classes."""
+    return sweep.table_of(sweep.PAGE.read_text(encoding="utf-8").splitlines(), sweep.HEAD_OF_CLASSES)[2:]
+
+
+def test_every_vision_language_class_has_a_row() -> None:
+    named = [f"| `{name}` (`{family}`) |" for family, name in sweep.image_classes()]
+    assert [row[: len(name)] for row, name in zip(rows_of_classes(), named, strict=True)] == named
+    assert sum("trains" in row for row in rows_of_classes()) >= 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("family", "name"), sweep.image_classes())
+def test_the_sweep_of_classes_finds_what_the_page_says(family: str, name: str, tmp_path: Any) -> None:
+    """Each says that it is trained on text, or what stands in the way."""
+    with sweep.one_process() as world:
+        assert sweep.row_of_class(family, name, world, tmp_path) in rows_of_classes()

@@ -17,7 +17,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Optimization, Recipe
 from finetune.errors import UserError
-from finetune.optim.optimizers import CONSTRUCTORS, build_optimizer, make_parameter_groups
+from finetune.optim.optimizers import CONSTRUCTORS, build_optimizer, complete_state, make_parameter_groups
 from tests.models.families import build
 from tests.ranks import launch_ranks
 
@@ -197,3 +197,28 @@ def test_matrices_decay_whatever_the_layout_and_the_names_of_norms(tmp_path: Pat
     }
     for case, names in decaying.items():
         assert names == sorted(expected[case.split()[0]]), case
+
+
+@pytest.mark.parametrize("optim", sorted(OPTIMIZERS))
+def test_a_state_that_is_made_for_a_checkpoint_changes_no_later_update(optim: str) -> None:
+    """Of parameters that had no gradient yet: whoever saves before their first one continues as whoever does not save."""
+    updated = []
+    for saves in (True, False):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(128, 64) for name in ("early", "late")})
+        optimizer = build_optimizer(model, Optimization(optim=optim, learning_rate=1e-2))  # type: ignore[arg-type]
+        for step in range(4):
+            trained = [model["early"]] if step < 2 else [model["early"], model["late"]]
+            torch.manual_seed(step)
+            sum(layer(torch.randn(3, 128)).square().mean() for layer in trained).backward()
+            torch.manual_seed(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if saves and step in (0, 1):
+                complete_state(optimizer)
+                state = [optimizer.state[parameter] for parameter in model.parameters()]
+                assert len({frozenset(each) for each in state}) <= 2, "Muon's vectors are AdamW's"
+                assert all(float(each["step"]) == 0 for each in state[2:] if "step" in each)
+        updated.append([parameter.detach() for parameter in model.parameters()])
+    for one, other in zip(*updated, strict=True):
+        assert torch.equal(one, other)

@@ -170,3 +170,22 @@ MISTRAL = {
 def test_a_vision_language_model_has_its_published_number_of_parameters(config: dict[str, object], total: int) -> None:
     whole = config | {"architectures": ["TheForConditionalGeneration"]}
     assert read_architecture(split_config(whole), "config.json").parameters == total
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])
+def test_layers_for_multi_token_prediction_are_those_of_transformers(model_type: str, layers: int) -> None:
+    """Held against the model that transformers drafts with, and the copies of embedding and head in published files."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    config = {**TINY, **SMALL_MIXTURE, "num_nextn_predict_layers": layers, "num_key_value_heads": 4}
+    with torch.device("meta"):
+        main = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**config), attn_implementation="eager")
+        drafting = MtpModel(main, layers)
+    own = sum(p.numel() for name, p in drafting.named_parameters() if name.startswith("layers."))
+    architecture = read_architecture({"model_type": model_type, **config}, "config.json")
+    assert architecture.carried_parameters == own + layers * 2 * config["vocab_size"] * config["hidden_size"]
+    without = read_architecture({"model_type": model_type, **config, "num_nextn_predict_layers": 0}, "config.json")
+    assert without.carried_parameters == 0 and without.parameters == architecture.parameters

@@ -204,13 +204,15 @@ def test_a_run_in_progress_is_reported_as_far_as_it_is(tmp_path: Path) -> None:
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
-@pytest.mark.parametrize("made", ["nothing", "an empty folder", "a broken file"])
+@pytest.mark.parametrize("made", ["nothing", "an empty folder", "a broken file", "a doubled line"])
 def test_what_is_not_a_run_is_one_sentence(made: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     if made != "nothing":
         run.mkdir()
     if made == "a broken file":
         (run / "metrics.jsonl").write_text('{"step": 1}\n???\n{"step": 2}\n')
+    if made == "a doubled line":
+        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2}\n{"loss": 2, "step": 1}\n')
     code, _, errors = _report(str(run))
     assert (code, len(errors.strip().splitlines())) == (2, 1)
     assert str(run) in errors

@@ -1,15 +1,24 @@
 """Rewards in their own process: what functions get and may return, and what is said of one that raises, hangs or lies."""
 
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from finetune.config.methods import SHIPPED_REWARDS, Rollout
 from finetune.errors import UserError
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.shipped_rewards import FUNCTIONS
+from tests.ranks import ROOT
 
 FILE = """
 import os
@@ -41,6 +50,77 @@ def hangs(completions, **_):
 
 def dies(completions, **_):
     os._exit(3)
+
+def dies_of_one(completions, **_):
+    if "b" in completions:
+        os._exit(3)
+    return [1.0 for _ in completions]
+
+class Unusual(BaseException):
+    pass
+
+def unusual(completions, **_):
+    if "b" in completions:
+        raise Unusual("not an Exception")
+    return [1.0 for _ in completions]
+
+def interrupts(completions, **_):
+    if "b" in completions:
+        raise KeyboardInterrupt
+    return [1.0 for _ in completions]
+
+def swallows(completions, **_):
+    end = time.monotonic() + 2 * ("b" in completions)
+    while time.monotonic() < end:
+        try:
+            time.sleep(9)
+        except BaseException:
+            pass
+    return [1.0 for _ in completions]
+
+def mapping(completions, **_):
+    return {str(number): 1.0 for number, _ in enumerate(completions)}
+
+def text(completions, **_):
+    return "1" * len(completions)
+
+def texts(completions, **_):
+    return ["1.0" if each == "b" else 1.0 for each in completions]
+
+def too_large(completions, **_):
+    return [10 ** 400 if each == "b" else 1.0 for each in completions]
+
+def of_one_kind(completions, **_):
+    return [1.0] if len(completions) > 1 else [2.0]
+
+def arrays(completions, **_):
+    import numpy
+    return numpy.array([1.0 for _ in completions], numpy.float16)
+
+def booleans(completions, **_):
+    return (each != "b" for each in completions)
+
+def forges(completions, **_):
+    import json
+    for file in os.listdir("/proc/self/fd"):
+        try:
+            os.write(int(file), json.dumps({"scores": [9.0] * len(completions), "failed": [False] * len(completions)}).encode() + b"\\n")
+        except OSError:
+            pass
+    return [1.0 for _ in completions]
+
+def forks(completions, **_):
+    if os.fork() == 0:
+        forges(completions)
+        os._exit(0)
+    os.wait()
+    return [1.0 for _ in completions]
+
+def starts(completions, **_):
+    import pathlib, subprocess
+    started = [subprocess.Popen(["sleep", "600"], start_new_session=own).pid for own in (False, True)]
+    pathlib.Path(__file__).with_name("started").write_text(" ".join(map(str, [os.getpid(), *started])))
+    return [1.0 for _ in completions]
 """
 
 
@@ -128,10 +208,108 @@ def test_a_failing_function_is_named_with_its_line(name: str, said: str, tmp_pat
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["raises", "not_finite", "hangs"])
-def test_a_failure_can_be_a_zero_that_is_counted(name: str, tmp_path: Path) -> None:
-    found = ask(tmp_path, name, on_bad_reward="zero", reward_timeout_seconds=0.3)
-    assert found.by_function == [[1.0, 0.0, 1.0]] and found.failures == 1
+OF_ONE = ("raises", "not_finite", "hangs", "dies_of_one", "unusual", "interrupts", "swallows", "texts", "too_large")
+OF_ALL = ("dies", "mapping", "text", "too_few", "of_one_kind", "forges")
+
+
+@pytest.mark.parametrize("name", [*OF_ONE, *OF_ALL])
+def test_a_failure_ends_the_run_or_is_a_zero_that_is_counted(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"my_rewards\.py") as error:
+        ask(tmp_path, name, reward_timeout_seconds=0.3)
+    assert "\n" not in str(error.value)
+    found = ask(tmp_path, name, "without_columns", on_bad_reward="zero", reward_timeout_seconds=0.3)
+    expected, failures = ([1.0, 0.0, 1.0], 1) if name in OF_ONE else ([0.0, 0.0, 0.0], 3)
+    assert found.by_function == [expected, [1, 1, 3]] and found.failures == failures
+
+
+@pytest.mark.parametrize(("name", "expected"), [("arrays", [1, 1, 1]), ("booleans", [1, 0, 1]), ("forks", [1, 1, 1])])
+def test_whatever_holds_a_number_for_each_completion_is_a_reward(
+    name: str, expected: list[float], tmp_path: Path
+) -> None:
+    """A child of a function holds no end of the pipes."""
+    assert ask(tmp_path, name).by_function == [expected]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.3])
+def test_rewards_that_were_interrupted_are_not_those_of_the_next_step(seconds: float, tmp_path: Path) -> None:
+    """Ctrl-C in a notebook, caught: the next scores are those of the next completions, whenever it came."""
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef slow(completions, **_):\n    time.sleep(0.2)\n    return [len(each) for each in completions]\n"
+    )
+    rewards = Rewards(Rollout(rewards=(f"{tmp_path / 'slow.py'}:slow",)))
+    asked = {"columns": {}, "state": {"global_step": 0}}
+
+    def score(text: str) -> list[list[float | None]]:
+        return rewards.score(["p"], [text], [[1]], **asked).by_function
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        assert score("a") == [[1.0]]
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+        with suppress(KeyboardInterrupt):
+            score("bb")
+            time.sleep(1)
+        for text in ("ccc", "dddd", "e"):
+            assert score(text) == [[len(text)]]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        rewards.close()
+
+
+SCRIPT = """
+import sys, time
+from finetune.config.methods import Rollout
+from finetune.rollout.rewards import Rewards
+rewards = Rewards(Rollout(rewards=(sys.argv[1],)))
+rewards.score(["p"], ["a"], [[1]], {}, {"global_step": 0})
+print("scored", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_ends_with_what_asks_it(tmp_path: Path) -> None:
+    """A notebook may open many sessions, and closes none of their rewards."""
+    (tmp_path / "my_rewards.py").write_text(FILE)
+    rewards = Rewards(Rollout(rewards=(f"{tmp_path / 'my_rewards.py'}:starts",)))
+    rewards.score(["p"], ["a"], [[1]], {}, {"global_step": 0})
+    del rewards
+    gc.collect()
+    assert all_have_ended(tmp_path)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_a_function_has_started_ends_with_the_run(is_killed: bool, tmp_path: Path) -> None:
+    """In a group of its own or not; where the run closes it, and where the run is killed."""
+    if is_killed:
+        (tmp_path / "my_rewards.py").write_text(FILE)
+        command = [sys.executable, "-c", SCRIPT, f"{tmp_path / 'my_rewards.py'}:starts"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}) as run:
+            assert run.stdout is not None and run.stdout.readline() == b"scored\n"
+            run.kill()
+    else:
+        ask(tmp_path, "starts")
+    assert all_have_ended(tmp_path)
+
+
+def all_have_ended(folder: Path) -> bool:
+    """Whether the process of `starts` and its two children end within ten seconds."""
+    processes = [*map(int, (folder / "started").read_text().split())]
+    assert len(processes) == 3
+    deadline = time.monotonic() + 10
+    while any(map(is_running, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, processes))
+
+
+def is_running(process: int) -> bool:
+    """Whether there is such a process, and it is not one that only waits to be asked how it ended."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_code_that_python_cannot_interrupt_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

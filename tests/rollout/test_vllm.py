@@ -5,10 +5,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.errors import UserError
+from finetune.files.network import send
 from finetune.rollout.engine import Request, Sampling
 from finetune.rollout.vllm import VllmEngine
+from finetune.rollout.vllm_answers import CacheReset, Completion, ServedModels, ServerInfo, WeightInfo, read_answer
 from tests.conftest import make_model
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import StandInVllm, serving
@@ -235,10 +240,30 @@ FAULTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "no files": ([], {"/collective_rpc": (500, {"error": {"message": "Worker failed"}})}, "/collective_rpc: answered 500: Worker failed"),
     "in use": ([], {"/reset_prefix_cache": (200, {"success": False})}, "kept the keys and values of other weights; does another run use it"),
     "stale": ([], {"/weight_info": (200, {"weight_version": "default"})}, "has other weights than run-[0-9a-f]{16}, which it was given .*; was it started again"),
-    "no log-probabilities": ([], {"/v1/completions": choose(logprobs=None)}, "a completion without token_ids, logprobs or its end: "),
-    "null": ([], {"/v1/completions": choose(logprobs={"token_logprobs": [None] * MOST})}, "a completion without token_ids, logprobs or its end: "),
+    "no log-probabilities": ([], {"/v1/completions": choose(logprobs=None)}, "does not answer as vLLM 0.32 does .choices.0.logprobs: "),
+    "null": ([], {"/v1/completions": choose(logprobs={"token_logprobs": [None] * MOST})}, "choices.0.logprobs.token_logprobs.0: Input should be a valid number"),
+    "above 0": ([], {"/v1/completions": choose(logprobs={"token_logprobs": [0.5] * MOST})}, "token_logprobs.0: Input should be less than or equal to 0"),
+    "infinite": ([], {"/v1/completions": (200, json.dumps({"choices": [CHOICE]}).replace("-1.0", "-Infinity"))}, "token_logprobs.0: Input should be a finite number"),
     "too few": ([], {"/v1/completions": choose(logprobs={"token_logprobs": [-1.0]})}, "12 tokens with 1 log-probabilities"),
-    "aborted": ([], {"/v1/completions": choose(finish_reason="abort")}, "a completion without token_ids, logprobs or its end: "),
+    "no tokens": ([], {"/v1/completions": choose(token_ids=[], logprobs={"token_logprobs": []})}, "choices.0.token_ids: List should have at least 1 item"),
+    "a negative token": ([], {"/v1/completions": choose(token_ids=[-1] * MOST)}, "token_ids.0: Input should be greater than or equal to 0"),
+    "no such token": ([], {"/v1/completions": choose(token_ids=[512] * MOST)}, "a completion has the token 512, but there are 512"),
+    "tokens as text": ([], {"/v1/completions": choose(token_ids=["5"] * MOST)}, "token_ids.0: Input should be a valid integer"),
+    "half tokens": ([], {"/v1/completions": choose(token_ids=[5.5] * MOST)}, "token_ids.0: Input should be a valid integer"),
+    "too long": ([], {"/v1/completions": choose(token_ids=[5] * 13, logprobs={"token_logprobs": [-1.0] * 13})}, "a completion of 13 tokens, where 12 were asked for"),
+    "no choice": ([], {"/v1/completions": (200, {"choices": []})}, "choices: List should have at least 1 item"),
+    "a list": ([], {"/v1/completions": (200, [CHOICE])}, "does not answer as vLLM 0.32 does"),
+    "nothing": ([], {"/v1/completions": (200, "")}, "does not answer as vLLM 0.32 does"),
+    "too deep": ([], {"/v1/completions": (200, "[" * 100_000)}, "does not answer as vLLM 0.32 does"),
+    "a terminal's words": ([], {"/v1/completions": (200, "\x1b[31m no JSON")}, "does not answer as vLLM 0.32 does .*␛.31m no JSON"),
+    "an error in red": ([], {"/v1/completions": (500, {"error": {"message": "\x1b[31mred\x07"}})}, "/v1/completions: answered 500: ␛.31mred␇"),
+    "an error of another shape": ([], {"/v1/completions": (400, {"error": 7})}, "answered 400: .*error"),
+    "models of another shape": ([], {"/v1/models": (200, {"data": {"id": 1}})}, "does not answer as vLLM 0.32 does .data: .*; start vLLM"),
+    "no room said": (["model_name_or_path=MODEL"], {"/v1/models": (200, {"data": [{"id": "a", "root": "MODEL"}]})}, "has room for 0 tokens"),
+    "a length of text": ([], {"/v1/models": (200, {"data": [{"id": "a", "root": "b/c", "max_model_len": "480"}]})}, "data.0.max_model_len: Input should be a valid integer"),
+    "a version that is no text": ([], {"/weight_info": (200, {"weight_version": ["default"]})}, "weight_version: Input should be a valid string"),
+    "success as text": ([], {"/reset_prefix_cache": (200, {"success": "no"})}, "success: Input should be a valid boolean"),
+    "aborted": ([], {"/v1/completions": choose(finish_reason="abort")}, "choices.0.finish_reason: Input should be 'stop' or 'length'"),
     "cut early": ([], {"/v1/completions": choose(token_ids=[5], logprobs={"token_logprobs": [-1.0]})}, "a completion is cut after 1 of 12 tokens"),
     "a token cut": ([], {"/v1/completions": choose(finish_reason="stop")}, "a completion without its last token: it stopped after 5"),
 }  # fmt: skip
@@ -248,7 +273,8 @@ FAULTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
 def test_a_fault_of_the_server_is_a_sentence(case: str, recipe: Path, model: Path, tmp_path: Path) -> None:
     keys, changes, sentence = FAULTS[case]
     with serving(model) as server:
-        server.changes = changes
+        server.changes = json.loads(json.dumps(changes).replace("MODEL", str(model)))
+        keys = [key.replace("MODEL", str(model)) for key in keys]
         found = read_recipe(str(recipe), [f"vllm_server_base_url={server.url}", *keys])
         plain: Any = AutoModelForCausalLM.from_pretrained(model)
         if keys == LORA:
@@ -279,6 +305,107 @@ def test_a_server_that_is_away_is_a_sentence(recipe: Path, model: Path, tmp_path
 def test_a_server_that_does_not_answer_in_time_is_a_sentence(recipe: Path, model: Path, tmp_path: Path) -> None:
     with serving(model) as server, server.lock, pytest.raises(UserError, match="/v1/models: no answer: timed out"):
         open_engine(recipe, model, tmp_path, f"vllm_server_base_url={server.url}", "vllm_server_timeout=0.2")
+
+
+def test_a_server_that_is_not_available_for_a_moment_is_asked_again(
+    recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune.files.network.WAITS", (0.01, 0.01, 0.01, 0.01))
+    with serving(model) as server:
+        served, asked = server.answer, list[str]()
+
+        def answer(path: str, body: dict[str, Any]) -> Any:
+            asked.append(path)
+            return (503, "busy") if len(asked) % 3 else served(path, body)
+
+        server.answer = answer  # type: ignore[method-assign]
+        open_engine(recipe, model, tmp_path, f"vllm_server_base_url={server.url}")
+        assert asked == [path for path in dict.fromkeys(asked) for _ in range(3)] and len(asked) == 9
+        server.answer = lambda path, body: (503, "busy")  # type: ignore[method-assign]
+        with pytest.raises(UserError, match="/v1/models: answered 503: busy; start vLLM"):
+            open_engine(recipe, model, tmp_path, f"vllm_server_base_url={server.url}")
+
+
+DRIPS = {
+    "headers": b"HTTP/1.1 200 OK\r\nX-A: ",
+    "body": b"HTTP/1.1 200 OK\r\n\r\n",
+    "error": b"HTTP/1.1 500 No\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("part", DRIPS)
+def test_an_answer_that_drips_ends_at_the_deadline(part: str) -> None:
+    """A byte every 50 ms: the timeout of a socket alone is never met."""
+    with answering(DRIPS[part], b"x", 0.05) as url:
+        started = time.monotonic()
+        with pytest.raises(UserError, match="no answer: timed out after"):
+            send(url, None, 0.4)
+        assert time.monotonic() < started + 2
+
+
+def test_an_answer_without_an_end_is_read_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.files.network.MAX_ANSWER_BYTES", 1 << 20)
+    with (
+        answering(DRIPS["body"], b"x" * (1 << 16), 0.0) as url,
+        pytest.raises(UserError, match="more than 1,048,576 bytes"),
+    ):
+        send(url, None, 30)
+
+
+@contextmanager
+def answering(first: bytes, again: bytes, seconds: float) -> Iterator[str]:
+    """A server that answers `first`, and then `again` every so many seconds, without end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(first)
+                while True:
+                    connection.sendall(again)
+                    time.sleep(seconds)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/v1/models"
+
+
+ANSWERS: list[tuple[Any, Any]] = [
+    (ServedModels, {"data": [{"id": "served", "root": "a", "max_model_len": 480}, {"id": "b", "root": "c"}]}),
+    (ServerInfo, {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}),
+    (WeightInfo, {"weight_version": "default"}),
+    (CacheReset, {"success": True}),
+    (Completion, {"choices": [CHOICE]}),
+]
+ODD = [None, [], {}, "x", "\x1b[2J", -1, 1e400, 10**30, True, 0.5, [[]], {"a": 1}]
+
+
+@pytest.mark.parametrize(("kind", "answer"), ANSWERS)
+def test_an_answer_with_anything_in_any_place_is_read_or_a_sentence(kind: Any, answer: Any) -> None:
+    """Each part replaced by each odd value, removed, and cut anywhere: no other error, and nothing to steer a terminal."""
+    text = json.dumps(answer)
+    texts = [text[:end] for end in range(len(text))]
+    texts += [json.dumps(changed) for changed in change(answer)]
+    sentences = 0
+    for each in texts:
+        try:
+            read_answer(kind, each.encode(), "http://server")
+        except UserError as error:
+            sentences += 1
+            assert str(error).startswith("http://server: does not answer as vLLM 0.32 does (")
+            assert str(error).isprintable() and len(str(error)) < 500
+    assert sentences > len(text)
+
+
+def change(value: Any) -> Iterator[Any]:
+    """The value with one of its parts replaced by each odd one, or left out."""
+    yield from ODD
+    if isinstance(value, dict):
+        for key in value:
+            yield {name: part for name, part in value.items() if name != key}
+            yield from (value | {key: part} for part in change(value[key]))
+    elif isinstance(value, list):
+        yield from ([part, *value[1:]] for part in change(value[0]))
 
 
 @pytest.mark.slow

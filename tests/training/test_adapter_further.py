@@ -16,6 +16,8 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.pretrained import complete_lora
 from finetune.config.reader import read_recipe
 from finetune.errors import UserError
+from finetune.inference.inference_model import LoadOptions
+from finetune.inference.inference_model import load_model as load_for_chat
 from finetune.inference.inputs import find_model
 from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_model
@@ -154,6 +156,8 @@ Changes = Callable[[dict[str, Any]], object]
 # name -> (a change of adapter_config.json, overrides, a part of the sentence)
 REFUSED: dict[str, tuple[Changes, list[str], str]] = {
     "another rank": (dict, ["lora_r=8"], "command line: lora_r: 8: the adapter"),
+    "a rank of a billion": (lambda c: c.update(r=10**9), [], "r: 1,000,000,000: its weights have factors of rank "),
+    "one of a layer": (lambda c: c.update(rank_pattern={"q_proj": 10**9}), [], "r: 1,000,000,000: its weights have "),
     "another kind": (lambda c: c.update(peft_type="IA3"), [], "peft_type: 'IA3' is not LORA"),
     "a start that changes the base": (lambda c: c.update(init_lora_weights="pissa"), [], "init_lora_weights: pissa"),
     "trained biases": (lambda c: c.update(bias="all"), [], "bias: trained biases are not supported"),
@@ -174,3 +178,14 @@ def test_an_adapter_that_does_not_fit_is_one_sentence(case: str, folder: Path, t
     with pytest.raises(UserError) as error:
         complete_lora(read_recipe(str(folder / "lora.yaml"), given))
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_rank_of_a_billion_takes_no_memory_in_chat(folder: Path, tmp_path: Path) -> None:
+    """An adapter may come from anyone: nothing of that size is made before its file is looked at."""
+    adapter = Path(shutil.copytree(folder / "adapter", tmp_path / "adapter"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"r": 10**9}))
+    with pytest.raises(
+        UserError, match=r"adapter_config.json: r: 1,000,000,000: its weights have factors of rank \d+ at"
+    ):
+        load_for_chat(find_model(str(adapter)), LoadOptions(), print)

@@ -2,6 +2,7 @@
 resumed exactly; and teachers that cannot teach are refused in a sentence."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,12 +31,12 @@ from finetune.training.lifecycle import make_objectives
 from finetune.training.objectives import distill
 from finetune.training.objectives.distill import read_teacher_facts, teacher_flop_per_token
 from finetune.training.objectives.policy import PolicyObjective
-from finetune.training.screens import describe_teacher
+from finetune.training.screens import describe_teacher, last_screen
 from finetune.training.watch import SignalListener
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python
 from tests.training import reference
-from tests.training.layouts import steps_of, write_config
+from tests.training.layouts import steps_of, train_all, write_config
 
 ROWS, STEPS = 26, 3
 # Teachers: of another family and size, with more rows than tokens; tied. In 4 bits bitsandbytes itself computes wrongly on a CPU
@@ -372,3 +373,47 @@ def test_a_runs_folder_is_no_model(recipes: dict[str, Path], tmp_path: Path) -> 
     recipe = read_recipe(str(recipes["jsd"]), [f"model_name_or_path={tmp_path / 'run'}", "tokenizer_name_or_path=null"])
     with pytest.raises(UserError, match="is a run's folder; name its export/, or one of its checkpoints/"):
         load_tokenizer(recipe.model, recipe.data)
+
+
+def test_a_distillation_from_its_own_model_says_at_its_end_that_nothing_was_learned(
+    tiny_recipe: Callable[..., Path], tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Copied to another folder, since the same one is refused; under another teacher nothing is said."""
+    model = tiny_llama()
+    shutil.copytree(model, tmp_path / "copy")
+    make_model(tmp_path / "wide", seed=3, hidden_size=48)
+    said = {}
+    for teacher in ("copy", "wide"):
+        keys = {"method": "distill", "teacher_model_name_or_path": str(tmp_path / teacher), "export_at_end": False}
+        recipe = tiny_recipe(teacher, **keys, output_dir=str(tmp_path / f"run-{teacher}"), max_steps=2)
+        train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), [])], ranks=1)
+        said[teacher] = last_screen(tmp_path / f"run-{teacher}", 2, has_teacher=True)
+    assert said["copy"][0].startswith("warning the teacher gave the model's own probabilities from the first step on")
+    assert not any(line.startswith("warning") for line in said["wide"])
+
+
+LEARNS = (
+    "distill_alpha=0.5",
+    "use_peft=true load_in_4bit=true",
+    "teacher_load_in_4bit=true",
+    "quantization_aware_training=int8-int4",
+)
+
+
+@pytest.mark.parametrize("more", LEARNS)
+@pytest.mark.parametrize("teacher", ["name", "folder"])
+def test_a_teacher_that_is_the_student_is_refused_unless_there_is_something_to_learn(
+    teacher: str, more: str, tiny_recipe: Callable[..., Path], tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """By its name on the hub, or by another way to its folder. A student that is rounded learns what that costs."""
+    model = "some/model" if teacher == "name" else str(tiny_llama())
+    (tmp_path / "inside").mkdir()
+    named = model if teacher == "name" else f"{tmp_path}/inside/../{Path(model).name}"
+    keys = [f"model_name_or_path={model}", "method=distill", f"teacher_model_name_or_path={named}"]
+    sentence = (
+        f"teacher_model_name_or_path: {re.escape(named)} is the model that is trained, so that there is nothing to"
+    )
+    with pytest.raises(UserError, match=sentence):
+        read_recipe(str(tiny_recipe()), keys)
+    read_recipe(str(tiny_recipe()), [*keys, *more.split()])
+    read_recipe(str(tiny_recipe()), [*keys[:2], f"teacher_model_name_or_path={tmp_path}/inside"])

@@ -90,7 +90,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         run(
             model,
             after,
-            f"{before}-{after}",
+            f"{before} to {after}",
             f"resume_from_checkpoint={folder}/{model}/{before}/checkpoints/step-{SAVED_AT:08d}",
         )
         for model, before, after in PAIRS
@@ -98,7 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for phase in (first, second):
         for ranks in (1, 2, 4):
             train_all(folder, [wanted for of, wanted in phase if of == ranks], ranks=ranks, timeout=1500)
-    return lambda model, before, after: folder / model / f"{before}-{after}"
+    return lambda model, before, after: folder / model / f"{before} to {after}"
 
 
 @pytest.mark.parametrize(("model", "before", "after"), PAIRS)

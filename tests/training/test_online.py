@@ -4,6 +4,7 @@ and a plain loop's loss and gradient."""
 import html
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -513,6 +514,40 @@ def raises(completions, **_):
 
 def says_nan(completions, **_):
     return [float("nan") for _ in completions]
+"""
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("kind", ["argument", "name", "tool", "answer"])
+def test_rewards_are_compared_with_the_data_before_the_model_is_loaded(
+    kind: str, dry_run: bool, recipes: dict[str, Path], tmp_path: Path
+) -> None:
+    """TRL's users write `solution`. The model has no weights, which nobody comes to see."""
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What?", "level": 1}\n' * 26)
+    mine = tmp_path / "mine.py"
+    shutil.copytree(recipes["packed"].parent / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    of_prompts = f"datasets=[{{path: {tmp_path}/rows.jsonl}}]"
+    keys, sentence = {
+        "argument": ([f"rewards=[{mine}:right]"], r"mine.py:2: right: takes solution, and the data have no such column \(they have answer, messages\); rename"),
+        "name": ([f"rewards=[{mine}:wright]"], "mine.py: no function or class wright; did you mean right"),
+        "tool": ([f"rewards=[{mine}:fine]", f"tools=[{mine}:multiplied]"], "mine.py: no function or class multiplied"),
+        "answer": (["rewards=[number]", of_prompts, "eval_datasets=[]"], r"number: takes answer, and the data have no such column \(they have level\)"),
+    }[kind]  # fmt: skip
+    keys += ["reward_weights=[1]", f"model_name_or_path={tmp_path}/model", f"output_dir={tmp_path}/run"]
+    with pytest.raises(UserError, match=sentence) as error:
+        fine_tune(read_recipe(str(recipes["packed"]), keys), read_sharding("single", None, {}), dry_run=dry_run)
+    assert "\n" not in str(error.value)
+
+
+MINE = """
+def right(completions, solution, scale=1.0, **columns):
+    return [1.0 for _ in completions]
+
+
+def fine(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, *more, answer, level=None, **columns):
+    return [1.0 for _ in completions]
 """
 
 

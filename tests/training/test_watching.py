@@ -1,6 +1,7 @@
 """What a run shows: plain lines, samples, early stopping, the best checkpoint, trackers, a dry run."""
 
 import json
+import shutil
 from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
@@ -10,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from finetune.checkpoint.folders import step_folder
 from finetune.checkpoint.manifest import Progress
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import TRACKERS
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.constants import read_versions
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.run import fine_tune
 from finetune.training import lifecycle
 from finetune.training.screens import explain_out_of_memory
 from finetune.training.training_run import environment
@@ -89,6 +93,48 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(tiny_recipe: Callable[...,
     assert said[0].endswith("nothing was trained; the same command without --dry-run starts the run\n")
     assert said[1] == ""
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["shape", "missing", "lora", "frozen", "adapter", "teacher", "output_dir", "a file"])
+def test_a_dry_run_finds_what_loading_and_the_first_save_would(
+    kind: str, tiny_recipe: Callable[..., Path], tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Headers of the weights alone are read, and nothing is left in the output folder."""
+    model = tiny_llama()
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    weights = load_file(other / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    if kind == "missing":
+        del weights[name]
+    else:
+        weights[name] = weights[name][:-1].clone()
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    (tmp_path / "file").write_text("")
+    named: dict[str, tuple[dict[str, object], str]] = {
+        "shape": ({"model_name_or_path": str(other)}, f"{other}: .*up_proj.weight.*shape"),
+        "missing": ({"model_name_or_path": str(other)}, f"{other}: .*up_proj.weight"),
+        "lora": (
+            {"use_peft": True, "lora_target_modules": ["query"]},
+            "lora_target_modules: query: no such linear layer",
+        ),
+        "frozen": ({"frozen_modules": ["encoder"]}, "frozen_modules: encoder: names no module of the model"),
+        "adapter": (
+            {"use_peft": True, "modules_to_save": ["classifier"]},
+            "modules_to_save: classifier: names no module",
+        ),
+        "teacher": (
+            {"method": "distill", "teacher_model_name_or_path": str(other)},
+            f"{other}: .*up_proj.weight.*shape",
+        ),
+        "output_dir": ({"output_dir": "/proc/run"}, r"/proc/run: cannot be written \(.*\); set output_dir"),
+        "a file": ({"output_dir": str(tmp_path / "file" / "run")}, r"file/run: cannot be written \(Not a directory\)"),
+    }
+    keys, sentence = named[kind]
+    recipe = tiny_recipe(accelerate_config="single", **keys)
+    with pytest.raises(UserError, match=sentence) as error:
+        fine_tune(read_recipe(str(recipe)), read_sharding("single", None, {}), dry_run=True)
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
 def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_is_loaded(

@@ -219,6 +219,7 @@ def plan_compressed(
         for shard in weights.model
     )
     ignored = [name for name, module in target.model.named_modules() if isinstance(module, nn.Linear)]
+    ignored += [name.removesuffix(".weight") for name in weights.account.carried if name.endswith(".weight")]
     config = QuantizationConfig(
         config_groups={"group_0": quantizer.scheme},
         format=infer_module_format(nn.Linear, quantizer.scheme).value,

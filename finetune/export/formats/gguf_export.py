@@ -39,7 +39,7 @@ from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, stored_value
 from finetune.export.values import scale_of
 from finetune.export.write import Weights
-from finetune.units import disk_size
+from finetune.units import counted, disk_size
 
 # The largest ‖llama.cpp − checkpoint‖ / ‖checkpoint‖ of the logits that a type explains: llama.cpp rounds not only the
 # weights, but what it multiplies them with. What it quantizes itself is printed, and bounded by a wrong tensor's error.
@@ -127,9 +127,12 @@ def plan_gguf(
         reason = first_line(error)
         raise UserError(f"{where}: --format gguf: needs a tokenizer, which does not load: {reason}") from None
     vocabulary = describe_tokenizer(tokenizer, config.vocab_size, source.description, options.gguf_pre_tokenizer)
+    if weights.account.carried:
+        carried = counted(len(weights.account.carried), "tensor")
+        notes = [*notes, f"GGUF is written without {carried} of the base that {target.class_name} has no place for"]
     for note in (*notes, *(vocabulary.doubts if not (options.verify and is_installed("llama_cpp")) else ())):
         log(f"note: {note}")
-    tensors = plan_tensors([value for shard in weights.model for value in shard.values], config, where)
+    tensors = plan_tensors(weights.values, config, where)
     types = options.gguf_types or (DTYPES[weights.dtype],)
     own = [each for each in types if each in FILE_TYPES]
     others = [each for each in types if each not in FILE_TYPES]

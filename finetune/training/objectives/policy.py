@@ -367,6 +367,28 @@ def make_policy_objectives(
     return Objectives(training, HeldOutRewards(sampler, data.evaluation))
 
 
+CHECKED_ROWS = 100  # of the data, whose columns reward functions may take
+
+
+def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
+    """Looks whether the reward functions are there and take what the rows have, before a model is loaded.
+
+    All ranks call it. Raises `UserError` on all.
+    """
+    assert isinstance(data.train, StoredBatches), "streaming is refused"
+    examples = data.train.examples
+    rewards = Rewards(recipe.rollout)
+
+    def check() -> None:
+        rows = read_rows(examples, np.arange(min(CHECKED_ROWS, len(examples))))
+        rewards.check_arguments(sorted({name for row in rows for name in row["columns"]}))
+
+    try:
+        RankGroup(world).on_main(check)
+    finally:
+        rewards.close()
+
+
 def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
     """Asks the rewards about an empty and a short completion, and whether the server can sample. All ranks call it.
 

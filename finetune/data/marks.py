@@ -1,0 +1,167 @@
+"""Which characters of a rendered conversation come from which message, whatever its words are.
+
+The conversation is rendered a second time with marks, which no text holds, beside the words of its messages. Where the
+template writes the same text otherwise, the places of the marks are known. Nothing is searched for in the text, so no
+content is mistaken for the template's own words, or for those of another message.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from finetune.data.messages import IMAGE, REASONING_KEYS, BadRow, Message
+from finetune.data.tokenizer import Renderer, Tools, apply_template
+
+# Of Unicode's characters that no text may hold: one begins a mark, ten are the digits of its number, and one ends it.
+FIRST = 0xFDD0
+WRITTEN = {ord(str(digit)): FIRST + 1 + digit for digit in range(10)}
+READ = {character: chr(digit) for digit, character in WRITTEN.items()}
+MARK = re.compile("\ufdd0([\ufdd1-\ufdda]+)\ufddb")
+WORDS = ("content", *REASONING_KEYS)
+FUNCTION_NAME = ".name"
+PADDING = re.compile(rf"[\s{IMAGE}]*")  # templates trim it, and part a content at its images
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The place of a mark in a text, and which words it stands beside."""
+
+    position: int
+    message: int  # its index
+    part: str  # of the message: a key, or an argument of a call by its number
+    ends: bool = False  # it stands behind the words of an assistant, not before them or amid those of another role
+
+    @property
+    def name(self) -> tuple[int, str, bool]:
+        return self.message, self.part, self.ends
+
+
+Marks = tuple[Mark, ...]  # in the order of their places
+
+
+class Rendering:
+    """What the template writes for messages, and where the words of each stand in it. Raises `BadRow` as it does."""
+
+    def __init__(
+        self, messages: Sequence[Message], tools: Tools, renderer: Renderer, *, add_generation_prompt: bool = False
+    ) -> None:
+        self._messages = messages
+        self._tools = tools
+        self._renderer = renderer
+        self._asks = add_generation_prompt
+        self.text = apply_template(renderer, list(messages), tools, add_generation_prompt=add_generation_prompt)
+        self.unmarked: tuple[int, ...] = ()
+
+    @cached_property
+    def marks(self) -> Marks:
+        """The marks in the text; those of `unmarked` messages are unknown.
+
+        Because of their marks the template would write something else, as Mistral's does for a result that is a number.
+        """
+        marks = self._mark(range(len(self._messages)))
+        if marks is not None:
+            return marks
+        kept: list[int] = []
+        for index in range(len(self._messages)):
+            if self._mark([*kept, index]) is not None:
+                kept.append(index)
+        self.unmarked = tuple(sorted({*range(len(self._messages))} - {*kept}))
+        return self._mark(kept) or ()
+
+    def _mark(self, indexes: Sequence[int]) -> Marks | None:
+        return _mark(self.text, self._messages, indexes, self._tools, self._renderer, add_generation_prompt=self._asks)
+
+
+def trace(text: str, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Marks:
+    """The marks in the text of a document that ends with the last of `messages`.
+
+    Raises `BadRow` as rendering does, and where the text is not the template's own: what it writes for `messages`; or
+    what it writes for those before the last, with the generation prompt, and behind that how the first one ends.
+    """
+    marks = _mark(text, messages, range(len(messages)), tools, renderer)
+    if marks is not None:
+        return marks
+    own = Rendering(messages, tools, renderer)
+    if text == own.text:
+        return own.marks
+    prompt = Rendering(messages[:-1], tools, renderer, add_generation_prompt=True)
+    end = len(prompt.text)
+    if not text.startswith(prompt.text) or not own.text.endswith(text[end:]):
+        raise BadRow("its text is not what the chat template writes; use another chat_template")
+    shift = len(text) - len(own.text)
+    answered = (replace(mark, position=mark.position + shift) for mark in own.marks)
+    return (*prompt.marks, *(mark for mark in answered if mark.position >= end))
+
+
+def _mark(
+    text: str,
+    messages: Sequence[Message],
+    indexes: Sequence[int],
+    tools: Tools,
+    renderer: Renderer,
+    *,
+    add_generation_prompt: bool = False,
+) -> Marks | None:
+    """The marks of the messages at `indexes`; None where the template does not write `text` beside them."""
+    marked = list(messages)
+    names: list[Mark] = []
+    for index in indexes:
+        marked[index] = _mark_message(messages[index], index, names)
+    try:
+        written = apply_template(renderer, marked, tools, add_generation_prompt=add_generation_prompt)
+    except BadRow:
+        return None
+    pieces = MARK.split(written)  # words and the numbers of marks, by turns
+    if "".join(pieces[::2]) != text:
+        return None
+    marks: list[Mark] = []
+    position = 0
+    for words, character in zip(pieces[::2], pieces[1::2], strict=False):
+        position += len(words)
+        mark = replace(names[int(character.translate(READ))], position=position)
+        is_repeated = mark.part.endswith(FUNCTION_NAME) and any(mark.name == other.name for other in marks)
+        marks += [] if is_repeated else [mark]  # a result may repeat its function's name
+    return tuple(marks)
+
+
+def _mark_message(message: Message, index: int, names: list[Mark]) -> Message:
+    """A message with marks in its words; what each stands for is added to `names`."""
+    is_assistant = message["role"] == "assistant"
+
+    def mark(words: str, part: str) -> str:
+        begin = _measure_padding(words)
+        end = len(words) - _measure_padding(words[::-1])
+        if not is_assistant:
+            middle = (begin + end) // 2  # how a content begins and ends may decide what a template makes of it
+            return words[:middle] + write(part, False) + words[middle:]
+        if begin >= end:
+            return words
+        return words[:begin] + write(part, False) + words[begin:end] + write(part, True) + words[end:]
+
+    def write(part: str, ends: bool) -> str:
+        names.append(Mark(0, index, part, ends))
+        return f"\ufdd0{str(len(names) - 1).translate(WRITTEN)}\ufddb"
+
+    def mark_values(value: Any, part: str) -> Any:
+        if isinstance(value, str):
+            return mark(value, part)
+        if isinstance(value, dict):
+            return {key: mark_values(each, f"{part}.{key}") for key, each in value.items()}
+        if isinstance(value, list):
+            return [mark_values(each, f"{part}.{number}") for number, each in enumerate(value)]
+        return value
+
+    marked = {key: mark_values(value, key) if key in WORDS else value for key, value in message.items()}
+    calls = []
+    for number, call in enumerate(message.get("tool_calls", ())):
+        function = {key: mark_values(value, f"{number}.{key}") for key, value in call["function"].items()}
+        calls.append({**call, "function": function})
+    return {**marked, "tool_calls": calls} if calls else marked
+
+
+def _measure_padding(words: str) -> int:
+    padding = PADDING.match(words)
+    assert padding is not None, "it matches nothing as well"
+    return padding.end()

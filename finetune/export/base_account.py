@@ -1,0 +1,194 @@
+"""What becomes of each tensor in the base's files: exported, converted, tied, carried over, or named in the card."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config.multi_token import count_predicting_layers, list_promising_keys, promise_no_layers
+from finetune.distributed.model_parts import take_language_model
+from finetune.errors import UserError
+from finetune.export.publish import COMPRESSED
+from finetune.export.source import Source
+from finetune.export.target import TargetModel, Value, stored_value
+from finetune.export.values import dequantized_rows, make_dequantizer
+from finetune.files.tensors import ComputedPart, StoredTensor, hash_weights, read_folder
+from finetune.models.carried import describe_carried, find_carried, hash_tensors, list_patterns, predicts
+from finetune.models.load import build_on_meta, read_carried_of
+from finetune.models.quantized_weights import StoredQuantized, split_quantized
+from finetune.models.weights import Box, boxes_of_parameters, convert_to_parameters
+
+LISTED = 10  # tensors in an error
+
+
+@dataclass(frozen=True, slots=True)
+class BaseAccount:
+    """The base's tensors, and what an export makes of each. Returned by `account_for_base`."""
+
+    where: str = ""  # the base's folder, as errors name it
+    files_of: Mapping[str, frozenset[str]] = field(default_factory=dict)  # tensor of the base -> those that hold it
+    carried: Mapping[str, StoredTensor] = field(default_factory=dict)
+    quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)  # of `carried`
+    left_out: Mapping[str, str] = field(default_factory=dict)  # pattern of names -> why
+    sentences: tuple[str, ...] = ()  # for the last lines and the model card
+    target: TargetModel | None = None  # with a config that promises what is there
+
+    def refuse_lost(self, exported: Collection[str], card: str) -> None:
+        """Raises `UserError` where a tensor of the base is in none of the `exported` ones, and the card is silent."""
+        named = [pattern for pattern in self.left_out if pattern in card]
+        lost = [
+            name
+            for name, holders in self.files_of.items()
+            if not (holders and holders <= set(exported)) and not any(fnmatchcase(name, each) for each in named)
+        ]
+        if lost:
+            more = f" and {len(lost) - LISTED} more" if len(lost) > LISTED else ""
+            raise UserError(
+                f"{self.where}: not exported: the result lacks {', '.join(sorted(lost)[:LISTED])}{more}, which the "
+                "base has; this is a fault of the export: please report it"
+            )
+
+
+NOTHING_CARRIED = BaseAccount()
+
+
+def account_for_base(source: Source, target: TargetModel, formats: Collection[str]) -> BaseAccount:
+    """Finds what an export of `source` carries over from its base, and what it leaves out. Reads no value, but those of
+    which a checkpoint has a fingerprint."""
+    account, reason = _open_base(source, target)
+    if account.carried and not {"safetensors", COMPRESSED} & set(formats):
+        account = _leave_out(account, "as GGUF has no place for it")
+    class_name, config = target.class_name, target.config_json
+    sentences = list(account.sentences)
+    if account.carried:
+        sentences.append(describe_carried(account.carried, class_name))
+    for why in dict.fromkeys(account.left_out.values()):
+        patterns = ", ".join(pattern for pattern, its in account.left_out.items() if its == why)
+        sentences.append(f"left out of the base, {why}: {patterns}")
+    is_predicting = predicts(target.model)
+    if count_predicting_layers(config) and not any(map(is_predicting, account.carried)):
+        keys = " and ".join(list_promising_keys(config))
+        why = next(iter(account.left_out.values()), reason)
+        if _keeps_its_layers(target):
+            target = replace(target, config_json=promise_no_layers(config))
+            sentences.append(f"{keys} is 0 in config.json: {why}")
+        else:
+            sentences.append(f"{keys} stays in config.json, as {class_name} has other layers without it, but {why}")
+    return replace(account, sentences=tuple(sentences), target=target)
+
+
+def _open_base(source: Source, target: TargetModel) -> tuple[BaseAccount, str]:
+    """The account of `source`, and why it carries nothing over, where that is so."""
+    nothing = "the base's files hold no layers for multi-token prediction"
+    drop_vision = bool(source.recipe.get("drop_vision"))
+    if source.adapter is not None:
+        assert source.base is not None, "an adapter is opened with its base"
+        carried, quantized = read_carried_of(target.model, source.base, drop_vision)
+        return _account(source.tensors, str(source.base), target, carried, quantized, drop_vision), nothing
+    if not (source.state or source.names_may_be_prefixed):
+        carried = find_carried(target.model, convert_to_parameters(target.model, source.tensors, str(source.path)))
+        if carried or source.base_model is None:
+            return _account(source.tensors, str(source.path), target, carried, {}, drop_vision), nothing
+    if source.base_model is None:
+        is_random = bool(source.recipe.get("model_config"))
+        return BaseAccount(), "the model was trained from random weights" if is_random else "its base is not known"
+    if source.base is None or not any(source.base.glob("*.safetensors")):
+        missing = f"the weights of {source.base_model} are not on this machine"
+        gone = f"{missing}; name their folder with --base-model"
+        return BaseAccount(sentences=(f"its list of tensors was not compared: {gone}",)), gone
+    carried, quantized = read_carried_of(target.model, source.base, drop_vision)
+    stored = split_quantized(read_folder(source.base), str(source.base))[0]
+    account = _account(stored, str(source.base), target, carried, quantized, drop_vision)
+    if not carried or _is_the_trained_one(source, source.base, carried):
+        return account, nothing
+    other = f"{source.base} holds other values than when the run began; name that base with --base-model"
+    if source.base_is_named:
+        return replace(account, sentences=(f"warning: {source.base} is not the base that the run began with",)), nothing
+    return _leave_out(account, other), other
+
+
+def plan_carried(
+    account: BaseAccount, source: Source, target: TargetModel, dtype: torch.dtype, *, is_asked: bool
+) -> list[Value]:
+    """What is carried over, in the dtype of the base's files; in `dtype` where that `is_asked` for, or the files hold
+    it quantized."""
+    read_dequantized = make_dequantizer(replace(source, quantized=account.quantized))
+    values = []
+    for name, stored in account.carried.items():
+        is_computed = name in account.quantized or any(isinstance(part, ComputedPart) for part in stored.parts)
+        stored_dtype = source.compute_dtype if name in account.quantized else stored.dtype
+        written = target.written_dtype(name, stored_dtype, dtype if is_asked or is_computed else stored_dtype)
+        value = stored_value(stored, name, written)
+        if name in account.quantized:
+            value = replace(value, rows=dequantized_rows(stored, read_dequantized))
+        values.append(value)
+    return values
+
+
+def _account(
+    stored: Mapping[str, StoredTensor],
+    where: str,
+    target: TargetModel,
+    carried: Mapping[str, StoredTensor],
+    quantized: Mapping[str, StoredQuantized],
+    drop_vision: bool,
+) -> BaseAccount:
+    """For each tensor of the base's files the tensors of the export that hold its values."""
+    own = take_language_model(stored) if drop_vision else stored
+    holders: dict[str, set[str]] = {}
+    for name, box in target.files.items():
+        for part in box.parts:
+            holders.setdefault(part.name, set()).add(name)
+    files_of = {tensor.name: frozenset[str]() for tensor in stored.values()}
+    boxes = boxes_of_parameters(target.model, {name: tensor.shape for name, tensor in own.items()}, where)
+    for parameter, box in boxes.items():
+        first = target.tied.get(parameter, parameter)
+        for part in box.parts:
+            files_of[own[part.name].name] |= holders.get(first, frozenset())
+    files_of |= {tensor.name: frozenset({name}) for name, tensor in carried.items()}
+    left_out = sorted(name for name, its in files_of.items() if not its) if drop_vision else []
+    reasons = dict.fromkeys(list_patterns(left_out), "as drop_vision asks")
+    account = BaseAccount(where, files_of, carried, quantized, reasons)
+    other_rows = _find_other_rows(target, boxes, carried)
+    return account if other_rows is None else _leave_out(account, other_rows)
+
+
+def _is_the_trained_one(source: Source, base: Path, carried: Mapping[str, StoredTensor]) -> bool:
+    """Whether `base` still holds what a full run began with, as far as its checkpoint knows."""
+    inputs = source.state.get("inputs") or {}
+    if "base" in inputs:
+        return bool(hash_weights(base) == inputs["base"])
+    return "carried" not in inputs or bool(hash_tensors(carried) == inputs["carried"])
+
+
+def _find_other_rows(target: TargetModel, boxes: Mapping[str, Box], carried: Mapping[str, StoredTensor]) -> str | None:
+    """Why nothing is carried over where some of it has a row for each token of the base, and the model has more."""
+    embedding: Any = target.model.get_input_embeddings()  # type: ignore[operator]
+    name = next(f"{name}.weight" for name, module in target.model.named_modules() if module is embedding)
+    name = target.tied.get(name, name)
+    before = boxes[name].shape[0] if name in boxes else 0
+    after = target.shapes[name][0]
+    if before == after or not any(tensor.shape[:1] == (before,) for tensor in carried.values()):
+        return None
+    return f"it has a row for each of the base's {before:,} tokens, and the model {after:,}"
+
+
+def _leave_out(account: BaseAccount, why: str) -> BaseAccount:
+    names = [tensor.name for tensor in account.carried.values()]
+    reasons = {**account.left_out, **dict.fromkeys(list_patterns(names), why)}
+    return replace(account, carried={}, quantized={}, left_out=reasons)
+
+
+def _keeps_its_layers(target: TargetModel) -> bool:
+    """Whether the class has the same tensors where the config promises no layers for multi-token prediction."""
+    config: Any = target.model.config
+    try:
+        other = build_on_meta(type(config).from_dict(promise_no_layers(target.config_json)), torch.float32)
+    except Exception:  # each family reads its config in its own way
+        return False
+    return {name: tensor.shape for name, tensor in other.state_dict().items()} == {
+        name: tensor.shape for name, tensor in target.model.state_dict().items()
+    }

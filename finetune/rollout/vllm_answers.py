@@ -1,0 +1,103 @@
+"""What the vLLM engine reads of a server's answers: a schema for each, so that another server's is one sentence."""
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from finetune.errors import UserError, on_one_line, printable
+from finetune.files.json_files import parse_json
+
+SHOWN = 200  # characters of an answer in an error
+LogProbability = Annotated[float, Field(le=0, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class Answer(BaseModel):
+    """An answer, or a part of one. What is not read may be anything."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class Served(Answer):
+    """A model or an adapter, by the name that requests give."""
+
+    id: str
+    root: str = ""  # its folder, or its name on the hub
+    max_model_len: int | None = None  # tokens of a prompt with its completion; None: an adapter
+
+
+class ServedModels(Answer):
+    """Of /v1/models: the model, then its adapters."""
+
+    data: Annotated[tuple[Served, ...], Field(min_length=1, strict=False)]
+
+
+class ModelSettings(Answer):
+    """How the server computes log-probabilities."""
+
+    logprobs_mode: str
+
+
+class Settings(Answer):
+    """The part of a server's settings that is read."""
+
+    model: ModelSettings = Field(alias="model_config")
+
+
+class ServerInfo(Answer):
+    """Of /server_info."""
+
+    vllm_config: Settings
+
+
+class WeightInfo(Answer):
+    """Of /weight_info."""
+
+    weight_version: str
+
+
+class CacheReset(Answer):
+    """Of /reset_prefix_cache."""
+
+    success: bool
+
+
+class LogProbabilities(Answer):
+    """Of a completion's tokens."""
+
+    token_logprobs: list[LogProbability]
+
+
+class Choice(Answer):
+    """One completion."""
+
+    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    logprobs: LogProbabilities
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(Answer):
+    """Of /v1/completions."""
+
+    choices: Annotated[list[Choice], Field(min_length=1)]
+
+
+AnswerKind = TypeVar("AnswerKind", bound=Answer)
+
+
+def read_answer(kind: type[AnswerKind], content: bytes, url: str) -> AnswerKind:
+    """A server's answer at `url`.
+
+    Raises:
+        UserError: It is none of this kind, with the first thing that is wrong and how it begins.
+    """
+    try:
+        return kind.model_validate(parse_json(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        reason = f"{place}: {first['msg']}" if place else str(first["msg"])
+    except ValueError as error:
+        reason = on_one_line(error)
+    said = printable(" ".join(content[: 4 * SHOWN].decode(errors="replace").split()))[:SHOWN]
+    raise UserError(f"{url}: does not answer as vLLM 0.32 does ({printable(reason)[:SHOWN]}): {said}")
