@@ -75,6 +75,7 @@ class Family:
     # Its sizes and layers.
     defaults: dict[str, int] = field(default_factory=dict)  # sizes that may be omitted; empty: layers not in the table
     tied: bool = False  # tie_word_embeddings where the config does not say
+    untied_in_files: bool = False  # the class ties, but published files whose config does not say hold a head
     query_key_value_bias: bool | Literal["attention_bias"] = False
     output_bias: bool | Literal["attention_bias"] | None = None  # None: as the other three of attention
     attention_bias: bool = False  # where the config does not say
@@ -307,7 +308,8 @@ FAMILIES: Mapping[str, Family] = {
     # Whole vision-language models.
     "gemma3": Family(takes_images=True, images_see_themselves=True),
     **dict.fromkeys(("gemma4", "glm4v", "glm46v", "idefics3", "internvl", "llava"), WITH_IMAGES),
-    **dict.fromkeys(("llava_next", "mistral3", "smolvlm"), WITH_IMAGES),
+    **dict.fromkeys(("llava_next", "smolvlm"), WITH_IMAGES),
+    "mistral3": replace(WITH_IMAGES, untied_in_files=True),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), WITH_IMAGES),
 }  # fmt: skip
 IMAGE_FAMILIES = [name for name, family in FAMILIES.items() if family.takes_images]

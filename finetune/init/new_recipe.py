@@ -241,29 +241,40 @@ def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Tra
 
     Raises `UserError` where nothing makes it fit.
     """
-    base = given | {"accelerate_config": ACCELERATE_CONFIG, **_choose_batch(packed_rows, hardware)}
-    known: dict[Trained, Keys] = {"full": base | FULL, "lora": base | LORA, "qlora": base | QLORA}
-    candidates = [(name, keys) for name, keys in known.items() if name == trained or (not trained and name != "qlora")]
-    facts = METHODS[given.get("method", DEFAULT_METHOD)]
-    share = COMPARING_RATE if facts.compares else SAMPLING_RATE if facts.samples else 1
-    candidates = [(name, keys | {"learning_rate": keys["learning_rate"] * share}) for name, keys in candidates]
+    candidates = _list_candidates(given, packed_rows, hardware, trained)
     for chosen, keys in candidates:
         plan, advice = _plan(keys, hardware)
         if advice.fits:
             return _widen(Fit(keys, chosen, plan, advice.need, ()), hardware)
     chosen, keys = candidates[-1]
+    return _change(given, chosen, keys, advice, hardware)
+
+
+def _list_candidates(
+    given: Keys, packed_rows: float, hardware: Hardware, trained: Trained | None
+) -> list[tuple[Trained, Keys]]:
+    """The keys of each way to train that may be taken, in the order in which they are tried."""
+    base = given | {"accelerate_config": ACCELERATE_CONFIG, **_choose_batch(packed_rows, hardware)}
+    ways: dict[Trained, Keys] = {"full": base | FULL, "lora": base | LORA, "qlora": base | QLORA}
+    tried: list[Trained] = ["full", "lora"] if trained is None else [trained]
+    method = METHODS[given.get("method", DEFAULT_METHOD)]
+    share: float = 1
+    if method.compares:
+        share = COMPARING_RATE
+    elif method.samples:
+        share = SAMPLING_RATE
+    return [(way, ways[way] | {"learning_rate": ways[way]["learning_rate"] * share}) for way in tried]
+
+
+def _change(given: Keys, chosen: Trained, keys: Keys, advice: Advice, hardware: Hardware) -> Fit:
+    """The keys with the changes that make them fit. Raises `UserError` where nothing does."""
     if advice.need.fits_memory(hardware.room):
         raise _too_little_disk(given, advice.need, hardware)
-    if advice.changes is None or (
-        chosen == "full" and any("use_peft=true" in change.text.split() for change in advice.changes)
-    ):
-        enough = f"; {advice.ranks} of them would be enough" if advice.ranks else ""
-        lora = "; --train lora trains adapters, which need less" if trained == "full" else ""
-        host = "" if hardware.host_memory is None else f" with {hardware.host_memory} of host memory"
-        raise UserError(
-            f"{given['model_name_or_path']}: does not fit {hardware.words}{host}, whatever is changed{enough}{lora}"
-        )
+    if advice.changes is None:
+        raise _too_little_memory(given, chosen, advice, hardware)
     overrides = [text for change in advice.changes for text in change.text.split()]  # key=value each
+    if chosen == "full" and "use_peft=true" in overrides:
+        raise _too_little_memory(given, chosen, advice, hardware)
     plan, after = _plan(keys, hardware, overrides)
     assert after.need.fits_memory(hardware.room), "the plan fits with the changes that it advises"
     if not after.fits:
@@ -271,6 +282,14 @@ def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Tra
     names = {text.partition("=")[0] for text in overrides}
     changed = keys | {key: value for key, value in to_dict(plan.spec.recipe).items() if key in names}
     return Fit(changed, chosen, plan, after.need, tuple((change.text, change.cost) for change in advice.changes))
+
+
+def _too_little_memory(given: Keys, chosen: Trained, advice: Advice, hardware: Hardware) -> UserError:
+    enough = f"; {advice.ranks} of them would be enough" if advice.ranks else ""
+    lora = "; --train lora trains adapters, which need less" if chosen == "full" else ""
+    host = "" if hardware.host_memory is None else f" with {hardware.host_memory} of host memory"
+    model = given["model_name_or_path"]
+    return UserError(f"{model}: does not fit {hardware.words}{host}, whatever is changed{enough}{lora}")
 
 
 def _too_little_disk(given: Keys, need: Need, hardware: Hardware) -> UserError:

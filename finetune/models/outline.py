@@ -32,7 +32,7 @@ class Part:
 
     shapes: Shapes
     linears: tuple[str, ...]  # the weights [out, in] of linear layers, but for the head's
-    adaptable: tuple[str, ...]  # those that all-linear adapts
+    adaptable: Shapes  # the weights of the linear layers that all-linear adapts, under each name of a tied one
     experts: tuple[str, ...]  # the weights of routed experts
     routed: tuple[str, ...]  # these, and biases
     is_transposed: bool  # the weights of experts are [experts, in, out]
@@ -68,7 +68,7 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     names = {parameter: name for name, parameter in reversed(named)}  # the first of each
     trunk, layers = trunk_of(model), list_layers(model)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    taken = {embedding}
+    taken: set[Any] = {embedding}
     beside = [_take(part, names, taken) for part in other_parts(model)]
     described = tuple(_describe(model, layer, names, taken) for layer in layers)
     heads = getattr(trunk.config, "num_attention_heads", None) or 1
@@ -119,14 +119,14 @@ def list_layers(model: Any) -> list[nn.Module]:
     return list(max(lists, key=len, default=()))
 
 
-def _take(module: nn.Module, names: Mapping[nn.Parameter, str], taken: set[nn.Parameter]) -> dict[str, Shape]:
+def _take(module: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any]) -> dict[str, Shape]:
     """The parameters of `module` that are not `taken` yet, which they are afterwards."""
     own = [parameter for parameter in module.parameters() if parameter not in taken]
     taken.update(own)
     return {names[parameter]: tuple(parameter.shape) for parameter in own}
 
 
-def _describe(model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], taken: set[nn.Parameter]) -> Part:
+def _describe(model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any]) -> Part:
     shapes = _take(part, names, taken)
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
     head = set(model.get_output_embeddings().modules())
@@ -136,11 +136,15 @@ def _describe(model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], ta
     def own(parameters: Iterable[Any]) -> tuple[str, ...]:
         return tuple(name for name in map(names.__getitem__, parameters) if name in shapes)
 
-    weights = own(linear.weight for linear in linears)
+    modules = {module: name for name, module in model.named_modules()}
+    adaptable = {modules[linear]: linear.weight for linear in linears if linear not in taken}
+    taken.update(linears)
     return Part(
         shapes=shapes,
-        linears=weights,
-        adaptable=tuple(name for name in weights if shorten(name.removesuffix(".weight")) not in left_out),
+        linears=own(linear.weight for linear in linears),
+        adaptable={
+            f"{name}.weight": tuple(weight.shape) for name, weight in adaptable.items() if shorten(name) not in left_out
+        },
         experts=own(weight for module in experts for weight in weights_of(module).values()),
         routed=own(parameter for module in experts for parameter in module.parameters()),
         is_transposed=any(getattr(module, "is_transposed", False) for module in experts),

@@ -10,6 +10,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.families import find_family
 from finetune.errors import UserError
 from finetune.plan.architecture import Architecture, TensorShape
 
@@ -109,9 +110,8 @@ class BuiltArchitecture(Architecture):
 
     def adaptable(self) -> Mapping[str, tuple[TensorShape, ...]]:
         layers = enumerate(self.outline.layers)
-        of_layers = {f"layer {index}": self._pick(index, layer.adaptable) for index, layer in layers}
-        tail = self.outline.tail
-        return of_layers | {"tail": tuple(TensorShape(name, tail.shapes[name]) for name in tail.adaptable)}
+        of_layers = {f"layer {index}": list_tensors(layer.adaptable) for index, layer in layers}
+        return of_layers | {"tail": list_tensors(self.outline.tail.adaptable)}
 
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
         first, second = weights.shape[1:]
@@ -137,10 +137,18 @@ class BuiltArchitecture(Architecture):
         return _TRACES[key]
 
 
+def _untie(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with the head of its own that published files of the family hold, where it does not say."""
+    says = "tie_word_embeddings" in config or "tie_word_embeddings" in config.get("text_config", {})
+    if says or not find_family(config["model_type"]).untied_in_files:
+        return config
+    return {**config, "tie_word_embeddings": False}
+
+
 def read_parts(whole: Mapping[str, Any], where: str) -> tuple[str, tuple[tuple[TensorShape, ...], ...], bool]:
     """Of a vision-language model's config.json: the name of its language model, the tensors of each part beside it, and
     whether the output head is the embedding. Raises `UserError` as `read_outline` does."""
-    outline = read_outline(json.dumps(whole, sort_keys=True, default=str), where)
+    outline = read_outline(json.dumps(_untie(whole), sort_keys=True, default=str), where)
     return outline.prefix, tuple(map(list_tensors, outline.beside)), outline.head is None
 
 

@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state: the exact bytes that one rank holds under each layout."""
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -74,47 +74,69 @@ def list_state_tensors(
 
     Raises `UserError` where a pattern of the recipe names nothing, or an adapter is asked of the output head.
     """
-    itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
     units = _list_units(architecture)
-    linears, head = architecture.adaptable(), architecture.head_name
-    weights = {f"layer {index}": architecture.quantizable(index) for index in range(architecture.layers)}
     names = {tensor.name: [tensor.name] for _, tensors in units for tensor in tensors}
     if architecture.tied:
-        names[architecture.embedding.name] = [architecture.embedding.name, head]
+        names[architecture.embedding.name].append(architecture.head_name)
     text = architecture.text_names
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values(), text)
     if lora.use_peft:
-        of_head = head.removesuffix(".weight")
-        refuse_adapted_head(of_head, next(its for its in names.values() if head in its), lora)
-        experts = [tensor.name for index in range(architecture.layers) for tensor in architecture.experts(index)]
-        layers = [of_head, *(t.name.removesuffix(".weight") for ts in linears.values() for t in ts)]
-        refuse_unknown_layers(lora, layers, "the model", has_experts=bool(experts))
-        refuse_other_parameters(lora.lora_target_parameters, experts, list(names))
+        _refuse_wrong_targets(architecture, names, lora)
     trained = set() if lora.use_peft else find_trained(list(names.values()), model, text)
     routed = {tensor.name for index in range(architecture.layers) for tensor in architecture.routed(index)}
-    found: list[StateTensor] = []
+    itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
+    state: list[StateTensor] = []
+    for unit, tensors in units:
+        quantizable = _list_quantizable(architecture, unit, quantization)
+        for tensor in tensors:
+            ranks = sharding.expert_parallel_size if tensor.name in routed else 1
+            if tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora):
+                state.append(StateTensor(tensor.name, tensor.shape, unit, FP32, True, ranks))
+            elif tensor in quantizable:
+                state += _list_quantized(tensor, unit, itemsize, quantization, ranks)
+            else:
+                state.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, tensor.name in trained, ranks))
+    if lora.use_peft:
+        state += _list_adapters(architecture, units, lora)
+    return tuple(state)
+
+
+def _refuse_wrong_targets(architecture: Architecture, names: Mapping[str, Sequence[str]], lora: Lora) -> None:
+    """Raises `UserError` where the recipe adapts what the model does not have, or the output head."""
+    head = architecture.head_name.removesuffix(".weight")
+    head_names = next(tensor_names for tensor_names in names.values() if architecture.head_name in tensor_names)
+    refuse_adapted_head(head, head_names, lora)
+    linears = [linear.name for unit in architecture.adaptable().values() for linear in unit]
+    experts = [tensor.name for index in range(architecture.layers) for tensor in architecture.experts(index)]
+    layers = [head, *(name.removesuffix(".weight") for name in linears)]
+    refuse_unknown_layers(lora, layers, "the model", has_experts=bool(experts))
+    refuse_other_parameters(lora.lora_target_parameters, experts, list(names))
+
+
+def _list_quantizable(architecture: Architecture, unit: str, quantization: Quantization) -> tuple[TensorShape, ...]:
+    """The weights of a unit that the recipe quantizes."""
+    if quantization.bits is None or not unit.startswith("layer"):
+        return ()
+    return architecture.quantizable(int(unit.split()[1]))
+
+
+def _list_adapters(
+    architecture: Architecture, units: Iterable[tuple[str, tuple[TensorShape, ...]]], lora: Lora
+) -> list[StateTensor]:
+    """The adapters on linear layers and on weights of experts. Raises `UserError` where there are none."""
+    adaptable = architecture.adaptable()
+    adapters: list[StateTensor] = []
     adapted: list[str] = []
     for unit, tensors in units:
-        for tensor in tensors:
-            whole = tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora)
-            is_linear = tensor in linears.get(unit, ())
-            if quantization.bits is not None and not whole and tensor in weights.get(unit, ()):
-                ranks = sharding.expert_parallel_size if tensor.name in routed else 1
-                found += _list_quantized(tensor, unit, itemsize, quantization, ranks)
-            else:
-                is_trained = whole or tensor.name in trained
-                divided = sharding.expert_parallel_size if tensor.name in routed else 1
-                bytes_each = FP32 if whole else itemsize
-                found.append(StateTensor(tensor.name, tensor.shape, unit, bytes_each, is_trained, divided))
-            if lora.use_peft and is_linear and is_adapted(tensor, lora):
-                adapted.append(tensor.name.removesuffix(".weight"))
-                found += _list_adapter(tensor, unit, lora)
-        of_experts = [tensor for tensor in tensors if is_parameter_named(tensor.name, lora.lora_target_parameters)]
-        adapted += [tensor.name for tensor in of_experts]
-        found += _list_expert_adapters(of_experts, unit, lora, architecture)
-    if lora.use_peft:
-        refuse_unadapted(lora, adapted)
-    return tuple(found)
+        linears = [linear for linear in adaptable.get(unit, ()) if is_adapted(linear, lora)]
+        experts = [tensor for tensor in tensors if is_parameter_named(tensor.name, lora.lora_target_parameters)]
+        for linear in linears:
+            adapters += _list_adapter(linear, unit, lora)
+        adapters += _list_expert_adapters(experts, unit, lora, architecture)
+        adapted += [linear.name.removesuffix(".weight") for linear in linears]
+        adapted += [tensor.name for tensor in experts]
+    refuse_unadapted(lora, adapted)
+    return adapters
 
 
 def list_frozen_tensors(
@@ -123,9 +145,9 @@ def list_frozen_tensors(
     """Every parameter of a model that is not trained, a teacher, whose linear layers and experts may be quantized."""
     found: list[StateTensor] = []
     for unit, tensors in _list_units(architecture):
-        weights = architecture.quantizable(int(unit.split()[1])) if unit.startswith("layer") else ()
+        quantizable = _list_quantizable(architecture, unit, quantization)
         for tensor in tensors:
-            if tensor in weights and quantization.bits is not None:
+            if tensor in quantizable:
                 found += _list_quantized(tensor, unit, itemsize, quantization)
             else:
                 found.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, False))

@@ -6,6 +6,7 @@ import pty
 import re
 import select
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -125,7 +126,8 @@ def test_every_method_has_a_first_recipe(
     init: Callable[..., str],
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", *[row] * 50)
-    given = [str(llama) if option == "MODEL" else option for option in options]
+    teacher = shutil.copytree(llama, tmp_path / "teacher")
+    given = [str(teacher) if option == "MODEL" else option for option in options]
     init("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "40G", *given)
     found = to_dict(read_recipe(str(tmp_path / "r.yaml")))
     assert {key: found[key] for key in expected} == expected

@@ -168,7 +168,9 @@ MISTRAL = {
     ],
 )
 def test_a_vision_language_model_has_its_published_number_of_parameters(config: dict[str, object], total: int) -> None:
-    whole = config | {"architectures": ["TheForConditionalGeneration"]}
+    prefixes = {"gemma3": "Gemma3", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "mistral3": "Mistral3"}
+    prefix = prefixes[str(config["model_type"])]
+    whole = config | {"architectures": [f"{prefix}ForConditionalGeneration"]}
     assert read_architecture(split_config(whole), "config.json").parameters == total
 
 

@@ -98,7 +98,13 @@ def test_the_built_class_and_the_trace_agree_with_the_tables_of_families_that_ha
         assert found == pytest.approx(expected, rel=TOLERANCE), (itemsize, autocast, lora, cpu)
 
 
-@pytest.mark.parametrize("family", slow_but(QUICK, [*RECURRENT, *WITHOUT_ROW]))
+# gpt2 embeds 256 positions and has no linear layers; transformers' own code of xlstm mixes fp32 with bf16 on a CPU.
+NOT_RUN = {"gpt2", "xlstm"}
+
+
+@pytest.mark.parametrize(
+    "family", slow_but(QUICK, [name for name in [*RECURRENT, *WITHOUT_ROW] if name not in NOT_RUN])
+)
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_activations_are_planned_within_a_tenth_of_what_autograd_saves(family: str, lora: Lora | None) -> None:
     """Of a real model on a CPU, whose row is one document of another length than those that are traced."""
