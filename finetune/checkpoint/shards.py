@@ -182,26 +182,27 @@ def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[Te
     """
     rank, size = (dist.get_rank(), dist.get_world_size() // stages) if dist.is_initialized() else (0, 1)
     first, rank = rank - rank % size, rank % size
-    whole = sorted(
-        (n for n, t in state.items() if not isinstance(t, DTensor | ShardedTensor | OffloadedTensor)),
-        key=lambda n: (-state[n].nbytes, n),
-    )
-    writers, loads = {}, [0] * size
-    for name in whole:
+    layouts = {name: tensor.layout if isinstance(tensor, OffloadedTensor) else tensor for name, tensor in state.items()}
+    whole = [name for name, layout in layouts.items() if not isinstance(layout, DTensor | ShardedTensor)]
+    writers = {}
+    loads = [0] * size
+    for name in sorted(whole, key=lambda name: (-layouts[name].nbytes, name)):
         writers[name] = loads.index(min(loads))
-        loads[writers[name]] += state[name].nbytes + 1  # + 1 deals out scalars too
-    found = []
-    for name, tensor in sorted(state.items()):
-        if isinstance(tensor, DTensor):
-            found += _shards_of_dtensor(part, name, tensor, first)
-        elif isinstance(tensor, OffloadedTensor):
-            found += [replace(shard, tensor=tensor) for shard in _shards_of_dtensor(part, name, tensor.layout, first)]
-        elif isinstance(tensor, ShardedTensor):
-            found += _shards_of_sharded_tensor(part, name, tensor)
+        loads[writers[name]] += layouts[name].nbytes + 1  # + 1 deals out scalars too
+    listed: list[TensorShard] = []
+    for name, layout in sorted(layouts.items()):
+        if isinstance(layout, DTensor):
+            shards = _shards_of_dtensor(part, name, layout, first)
+        elif isinstance(layout, ShardedTensor):
+            shards = _shards_of_sharded_tensor(part, name, layout)
         else:
-            shape = tuple(tensor.shape)
-            found.append(TensorShard(part, name, shape, (0,) * len(shape), tensor.detach(), writers[name] == rank))
-    return found
+            shape = tuple(layout.shape)
+            shards = [TensorShard(part, name, shape, (0,) * len(shape), layout.detach(), writers[name] == rank)]
+        tensor = state[name]
+        if isinstance(tensor, OffloadedTensor):
+            shards = [replace(shard, tensor=tensor) for shard in shards]
+        listed += shards
+    return listed
 
 
 def _shards_of_dtensor(part: str, name: str, tensor: DTensor, first_rank: int) -> list[TensorShard]:

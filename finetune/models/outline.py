@@ -70,6 +70,13 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     taken: set[Any] = {embedding}
     beside = [_take(part, names, taken) for part in other_parts(model)]
+    taken.update(module for part in other_parts(model) for module in part.modules())
+    loose = {  # of llava_next the line break between two rows of an image
+        names[parameter]: tuple(parameter.shape)
+        for parameter in model.parameters()
+        if parameter not in taken and not names[parameter].startswith(text_names(model))
+    }
+    taken.update(parameter for parameter in model.parameters() if names[parameter] in loose)
     described = tuple(_describe(model, layer, names, taken) for layer in layers)
     heads = getattr(trunk.config, "num_attention_heads", None) or 1
     active = count_active(model)
@@ -81,7 +88,7 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
         embedding=(names[embedding], tuple(embedding.shape)),
         tail=_describe(model, model, names, taken),
         head=None if head is embedding else names[head],
-        beside=tuple(part for part in beside if part),
+        beside=tuple(part for part in (*beside, loose) if part),
         prefix=next(name for name, module in model.named_modules() if module is trunk),
         text_names=text_names(model),
         heads=heads,

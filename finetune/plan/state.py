@@ -85,6 +85,7 @@ def list_state_tensors(
     trained = set() if lora.use_peft else find_trained(list(names.values()), model, text)
     routed = {tensor.name for index in range(architecture.layers) for tensor in architecture.routed(index)}
     itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
+    adapters = _list_adapters(architecture, units, lora) if lora.use_peft else {}
     state: list[StateTensor] = []
     for unit, tensors in units:
         quantizable = _list_quantizable(architecture, unit, quantization)
@@ -96,8 +97,10 @@ def list_state_tensors(
                 state += _list_quantized(tensor, unit, itemsize, quantization, ranks)
             else:
                 state.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, tensor.name in trained, ranks))
-    if lora.use_peft:
-        state += _list_adapters(architecture, units, lora)
+            state += adapters.pop(tensor.name, ())  # in the order of the modules, in which FSDP1 lays them out
+        state += adapters.pop(unit, ())
+    for of_tied_weight in adapters.values():
+        state += of_tied_weight
     return tuple(state)
 
 
@@ -122,17 +125,20 @@ def _list_quantizable(architecture: Architecture, unit: str, quantization: Quant
 
 def _list_adapters(
     architecture: Architecture, units: Iterable[tuple[str, tuple[TensorShape, ...]]], lora: Lora
-) -> list[StateTensor]:
-    """The adapters on linear layers and on weights of experts. Raises `UserError` where there are none."""
+) -> dict[str, list[StateTensor]]:
+    """The adapters of each linear layer, by the name of its weight, and those on the experts of each unit, by its name.
+
+    Raises `UserError` where there are none.
+    """
     adaptable = architecture.adaptable()
-    adapters: list[StateTensor] = []
+    adapters: dict[str, list[StateTensor]] = {}
     adapted: list[str] = []
     for unit, tensors in units:
         linears = [linear for linear in adaptable.get(unit, ()) if is_adapted(linear, lora)]
         experts = [tensor for tensor in tensors if is_parameter_named(tensor.name, lora.lora_target_parameters)]
         for linear in linears:
-            adapters += _list_adapter(linear, unit, lora)
-        adapters += _list_expert_adapters(experts, unit, lora, architecture)
+            adapters[linear.name] = [*_list_adapter(linear, unit, lora)]
+        adapters[unit] = [*_list_expert_adapters(experts, unit, lora, architecture)]
         adapted += [linear.name.removesuffix(".weight") for linear in linears]
         adapted += [tensor.name for tensor in experts]
     refuse_unadapted(lora, adapted)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from finetune.config.layout import Sharding
 from finetune.config.pretrained import load_config
@@ -25,8 +26,9 @@ from finetune.config.schema import Model, Recipe
 from finetune.data.batches import StepBatch
 from finetune.distributed.join import make_accelerator, make_sequence_group
 from finetune.distributed.world import World
-from finetune.models import load, quantized_weights
+from finetune.models import cross_entropy, load, quantized_weights
 from finetune.models import loss_chunks as head_chunks
+from finetune.models.head_factors import HeadFactors, measure_head_factors
 from finetune.models.load import build_on_meta, load_model
 from finetune.optim.optimizers import build_optimizer
 from finetune.training.step import make_guard, train_step
@@ -138,6 +140,12 @@ def run(case: Case) -> dict[str, Any]:
         return {"error": traceback.format_exc()}
 
 
+def measure_on_numbers(model: Any) -> HeadFactors:
+    """The factors of a fake model: what they are measured on are numbers of their own, which are not fake."""
+    with _disable_current_modes():
+        return measure_head_factors(model)
+
+
 def pretend(traces: bool = False) -> None:
     """Makes this process one of ranks on GPUs, and weights fake. traces: see `pretend_device`."""
     pretend_device(("bitsandbytes", "peft", "torchao.optim"), traces)
@@ -145,6 +153,7 @@ def pretend(traces: bool = False) -> None:
     load.build_on_meta = build_fake  # type: ignore[assignment]
     load.read_base_values = lambda *_: (random_values, {})
     load.fill_quantized_layers = lambda *_: None
+    cross_entropy.measure_head_factors = measure_on_numbers
 
 
 if __name__ == "__main__":

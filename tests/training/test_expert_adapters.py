@@ -144,7 +144,7 @@ def test_fsdp1_and_contradicting_keys_are_refused(recipes: dict[str, Path], tmp_
     for key, sentence in (
         ("use_dora=true", "use_dora: peft has no DoRA for lora_target_parameters"),
         ("lora_dropout=0.1", "set lora_dropout: 0"),
-        ("target_parameters=[a]", "target_parameters: no such key; did you mean lora_target_parameters?"),
+        ("target_parameters=[a]", "target_parameters: no such key; here it is lora_target_parameters"),
     ):
         with pytest.raises(UserError, match=sentence):
             read_recipe(str(recipes["mixtral"]), [key])
