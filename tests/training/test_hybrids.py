@@ -19,6 +19,7 @@ RECURRENT = [name for name, family in FAMILIES.items() if family.recurrence is n
 QUICK = ["qwen3_5_text", "falcon_h1", "lfm2"]
 RUNS = {"full": ("full_shard", "packing=true"), "padded": ("ddp", "packing=false"), "lora": ("ddp", "use_peft=true")}
 MOVED = {"qwen3_next": ("down_proj", "gate_proj", "up_proj")}  # plain peft moves these onto routed experts
+NORMS = {"nemotron_h": 1e-4, "zaya": 1e-4}  # of gradients, where fp32 rounds more
 VERIFIED = re.compile(
     r"/export: .* verified: every value, and (identical logits|logits within \S+) in a separate process"
 )
@@ -79,4 +80,4 @@ def test_they_train_packed_on_two_ranks_to_a_verified_export(family: str, tmp_pa
         if "use_peft" in keys:
             keys["lora_target_modules"] = adapted
         (own := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(keys))
-        assert_losses(tmp_path / name, reference.train(own))
+        assert_losses(tmp_path / name, reference.train(own), norms=NORMS.get(family, 1e-5))

@@ -159,7 +159,7 @@ def test_every_family_trains_on_images_on_two_ranks(folder: Path, recipes: dict[
         for layout in ("full_shard", "ddp"):
             for line, (loss, norm) in zip(steps_of(runs(family, layout, 2)), expected, strict=True):
                 assert line["loss"] == pytest.approx(loss, rel=1e-5), (family, layout)
-                assert line["grad_norm"] == pytest.approx(norm, rel=1e-5), (family, layout)
+                assert line["grad_norm"] == pytest.approx(norm, rel=1e-4), (family, layout)
 
 
 def test_pairs_with_images_are_compared_as_by_the_whole_class(tmp_path: Path) -> None:
