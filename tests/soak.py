@@ -37,6 +37,7 @@ import psutil
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from finetune.export import reload_process  # noqa: E402
+from finetune.units import counted  # noqa: E402
 from tests.checkpoint.disk import unmount_below  # noqa: E402
 from tests.checkpoint.faults import KINDS, LAYOUTS, Setup  # noqa: E402
 from tests.checkpoint.soaking import faults_in, soak  # noqa: E402
@@ -176,14 +177,15 @@ def make_table(counts: dict[str, Any]) -> str:
     lives = counts["kinds"].get("lives", 0)
     launched = counts["kinds"].get("lives by the launcher", 0)
     ends = f"{counts['kinds'].get('stories finished', 0):,}"
-    recipes = ", ".join(f"{name} {number:,}" for name, number in sorted(counts["recipes"].items()))
+    seeds = counted(len(counts["seeds"]), "seed")
+    recipes = ", ".join(f"{name} {counts['recipes'].get(name, 0):,}" for name in sorted(KINDS))
     layouts = ", ".join(f"{name} {number:,}" for name, number in sorted(counts["layouts"].items()))
     return (
         f"| {counts['faults']:,} faults | | lost | silent |\n|---|---|---|---|\n"
-        + "".join(f"| {name} | {number:,} | {each} | {each} |\n" for name, number in rows.items() if number)
+        + "".join(f"| {name} | {number:,} | {each} | {each} |\n" for name, number in rows.items())
         + f"| all | {counts['faults']:,} | {counts['lost']:,} | {counts['silent']:,} |\n\n"
         f"In {lives + launched:,} starts, {launched:,} of them by `finetune launch`, and {ends} runs that came to their ends, from "
-        f"{len(counts['seeds'])} seeds. By recipe: {recipes}. By layout: {layouts}.\n"
+        f"{seeds}. By recipe: {recipes}. By layout: {layouts}.\n" + (f"{counts['note']}.\n" if "note" in counts else "")
     )
 
 

@@ -27,7 +27,7 @@ from tests.plan.run_specs import LLAMA_31_8B
 from tests.ranks import ROOT, run_command, run_python
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
 PROGRAMS = (
     "finetune",
     "accelerate",

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from tests.conftest import make_tokenizer
+from tests.conftest import let_states_last, make_tokenizer
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
@@ -238,7 +238,7 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
     config = AutoConfig.for_model(**whole_config(family))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+        model = let_states_last(AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype)))
         for name, parameter in model.named_parameters():
             if "mm_input_projection" in name:  # Gemma 3's begins at zero, and every image would be the same
                 torch.nn.init.normal_(parameter, std=0.2)

@@ -160,22 +160,24 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
         if not isinstance(pattern, dict) or not all(isinstance(n, int | float) and n > 0 for n in pattern.values()):
             raise UserError(f"{where}: {key}: a mapping of modules to positive numbers is expected")
     weights = Path(where).with_name(ADAPTER_WEIGHTS)
-    largest = _find_largest_rank(weights) if weights.is_file() else LARGEST_RANK
-    for rank in (config["r"], *(config.get("rank_pattern") or {}).values()):
-        if rank > min(LARGEST_RANK, RANK_TIMES * largest):  # before anything of that size is made
+    largest = _find_largest_rank(weights) if weights.is_file() else None
+    for rank in (config["r"], *(config.get("rank_pattern") or {}).values()):  # before anything of that size is made
+        if largest is not None and rank > RANK_TIMES * largest:
             raise UserError(
                 f"{where}: r: {rank:,}: its weights have factors of rank {largest:,} at most; copy both files again"
             )
+        if rank > LARGEST_RANK:
+            raise UserError(f"{where}: r: {rank:,}: more than {LARGEST_RANK:,}, which no adapter has; copy it again")
 
 
-def _find_largest_rank(weights: Path) -> int:
-    """The rows of the largest first factor in an adapter's file; LARGEST_RANK where there is none."""
+def _find_largest_rank(weights: Path) -> int | None:
+    """The rows of the largest first factor in an adapter's file; None where it has none."""
     rows = []
     for name, entry in read_tensor_header(weights)[0].items():
         shape = entry.get("shape") if isinstance(entry, dict) else None
         if name.rpartition(".lora_")[2].startswith(("A", "embedding_A")) and isinstance(shape, list):
             rows += [size for size in shape[:1] if isinstance(size, int)]
-    return max(rows, default=LARGEST_RANK)
+    return max(rows, default=None)
 
 
 def why_unsupported(config: Mapping[str, Any]) -> str | None:

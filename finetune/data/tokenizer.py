@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.config.pretrained import Vocabulary, load_config, refuse_other_path, text_config_of
 from finetune.config.schema import Data, Model, Turns
-from finetune.constants import GENERATION_FILE, grow_rows
+from finetune.constants import CUTTING_KEYS, GENERATION_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, grow_rows
 from finetune.data.images import ImageProcessor, split_parts
 from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool, describe_tool
 from finetune.data.template_sandbox import compile_template
@@ -169,11 +169,11 @@ def _load_own(model: Model) -> Any:
         raise _describe_failure(name, revision, error) from None
     if not tokenizer.is_fast:
         raise UserError(f"{name}: its tokenizer has no tokenizer.json, which is needed to mask exactly what is trained")
-    for name in (
-        "is_local",
-        "local_files_only",
-    ):  # how transformers has just loaded it: nothing for the files of an export
-        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    how_loaded = ("is_local", "local_files_only")  # by transformers, just now
+    for key in (*how_loaded, *CUTTING_KEYS[TOKENIZER_CONFIG]):  # nothing for the files of a checkpoint
+        tokenizer.init_kwargs.pop(key, None)
     return tokenizer
 
 
@@ -182,7 +182,7 @@ def _describe_failure(name: str, revision: str | None, error: Exception) -> User
         # transformers wraps the hub's answer; the cause shows whether it is unreachable, gated or unknown
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         return hub_error(name, cause, what="its tokenizer", revision=revision)
-    if not (Path(name) / "tokenizer.json").is_file():
+    if not (Path(name) / TOKENIZER_FILE).is_file():
         refuse_other_path(Path(name))
         return UserError(f"{name}: has no tokenizer.json; name a folder that has one, or a hub name")
     reason = first_line(error)
@@ -201,10 +201,8 @@ class Encoder:
 
 
 def make_encoder(tokenizer: Any) -> Encoder:
-    """Wraps a fast transformers tokenizer as an `Encoder`, and turns off its truncation and padding."""
+    """Wraps a fast transformers tokenizer, which neither truncates nor pads, as an `Encoder`."""
     backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
     bare = backend.encode("a", add_special_tokens=False).ids
     newline, with_newline = (backend.encode(text, add_special_tokens=False).ids for text in ("\n", "\na"))
     added = tuple(token.content for token in backend.get_added_tokens_decoder().values())

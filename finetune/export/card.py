@@ -14,7 +14,16 @@ from finetune.config.keys import keys_of
 from finetune.config.methods import describe_method
 from finetune.config.schema import Lora, Quantization
 from finetune.config.yaml_file import read_value
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT, GENERATION_FILE, PROCESSOR_FILES
+from finetune.constants import (
+    ADAPTER_CONFIG,
+    CONFIG_FILE,
+    CUTTING_KEYS,
+    EXPORT,
+    GENERATION_FILE,
+    PROCESSOR_FILES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+)
 from finetune.errors import UserError
 from finetune.export.merge_choice import TRAINED, MergeChoice
 from finetune.export.publish import ExportOptions
@@ -303,7 +312,6 @@ def _is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not is_file and not Path(name).exists()
 
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
     "tokenizer*.json", "tokenizer.model*", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template*.jin*", "chat_template*.json",
@@ -344,18 +352,25 @@ def write_metadata(
 
 
 def _copy_tokenizer(description: Path, folder: Path) -> None:
-    """The tokenizer's files and its chat template, byte for byte. Raises `UserError` where one of JSON is damaged."""
+    """The tokenizer's files and its chat template, byte for byte but for what would cut or pad a text.
+
+    Raises `UserError` where one of JSON is damaged.
+    """
     for path in sorted({path for pattern in TOKENIZER_FILES for path in description.glob(pattern)}):
         destination = folder / path.relative_to(description)
         destination.parent.mkdir(exist_ok=True)
-        if path.suffix == ".json":
-            load_json(path)
-        _copy(path, destination)
+        content = load_json(path) if path.suffix == ".json" else {}
+        cutting = CUTTING_KEYS.get(path.name, ())
+        if any(content.get(key) for key in cutting):
+            kept = {key: value for key, value in content.items() if key not in cutting}
+            _write_text(destination, json.dumps(kept, indent=2, ensure_ascii=False))
+        else:
+            _copy(path, destination)
         sync_folder(destination.parent)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return (folder / TOKENIZER_CONFIG).exists() or (folder / "tokenizer.json").exists()
+    return (folder / TOKENIZER_CONFIG).exists() or (folder / TOKENIZER_FILE).exists()
 
 
 def has_chat_template(folder: Path) -> bool:

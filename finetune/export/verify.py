@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from finetune.config.module_names import peft_name
+from finetune.constants import TOKENIZER_CONFIG
 from finetune.errors import UserError
 from finetune.export.logits import stream_logits
 from finetune.export.publish import ExportOptions
@@ -343,7 +344,7 @@ def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> Non
 
     try:
         GenerationConfig.from_pretrained(folder)
-        if (folder / "tokenizer_config.json").exists():
+        if (folder / TOKENIZER_CONFIG).exists():
             AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model, loading_info = auto_class_of(config).from_pretrained(

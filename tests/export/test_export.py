@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
 from tests.checkpoint.test_manifest import write_checkpoint
 from tests.ranks import ROOT, environment
+from tests.training.layouts import train_all, write_config
 
 MakeModel = Callable[..., Path]
 
@@ -167,6 +169,33 @@ def test_a_tokenizer_that_is_damaged_or_runs_code_is_named(tiny_llama: MakeModel
         file.unlink()
     assert main(command) == 0
     assert "without a tokenizer, since the source has none" in capsys.readouterr().out
+
+
+def test_an_exported_tokenizer_neither_cuts_nor_pads(
+    tiny_llama: MakeModel, tiny_recipe: MakeModel, tmp_path: Path
+) -> None:
+    """Though its base's does, as one that was saved after use on data; by tokenizers, which transformers is not asked about."""
+    model = tiny_llama()
+    plain = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer(
+        ["a long sentence", "a"], truncation=True, max_length=4, stride=1, padding="max_length", pad_to_multiple_of=2
+    )
+    tokenizer.init_kwargs |= {"max_length": 4, "truncation": True, "padding": True}
+    tokenizer.save_pretrained(model)
+    texts = ["once there was a fox who lived in a box", "a"]
+    cut = [encoding.ids for encoding in Tokenizer.from_file(str(model / "tokenizer.json")).encode_batch(texts)]
+    assert set(map(len, cut)) == {4}
+    train_all(tmp_path, [(tiny_recipe(max_steps=1), write_config(tmp_path, "single"), [])], ranks=1)
+    assert main(["export", str(model), "--output", str(tmp_path / "again"), "--no-verify"]) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001" / "model"
+    for folder in (checkpoint, tmp_path / "run" / "export", tmp_path / "again"):
+        written = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        assert [each.ids for each in written.encode_batch(texts)] == [each.ids for each in plain.encode_batch(texts)]
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        cutting = {"max_length", "truncation", "truncation_strategy", "stride", "padding", "pad_to_multiple_of"}
+        assert not cutting & config.keys()
+        assert config["eos_token"] == tokenizer.eos_token
 
 
 def test_a_terminal_shows_that_checksums_are_read(tmp_path: Path) -> None:

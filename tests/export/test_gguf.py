@@ -199,6 +199,26 @@ def make_other_tokenizer(kind: str) -> Any:
 
 
 @pytest.mark.usefixtures("without_llama_cpp")
+def test_added_tokens_that_llama_cpp_does_not_print_are_named(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers prints them: a mark of a citation, say, which is not special."""
+    model = tiny_llama(vocab_size=272)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<|cite|>", "[SRC]"])
+    tokenizer.add_tokens(["<|turn|>"], special_tokens=True)
+    tokenizer.save_pretrained(model)
+    assert export(model, tmp_path / "out", "--gguf-pre-tokenizer", "gpt-2") == 0
+    fields = gguf.GGUFReader(tmp_path / "out" / "out-F32.gguf").fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    types = dict(zip(tokens, fields["tokenizer.ggml.token_type"].contents(), strict=True))
+    hidden = [token for token in ("<|cite|>", "[SRC]", "<|turn|>") if types[token] == gguf.TokenType.CONTROL]
+    printed = [token for token in hidden if tokenizer.decode(tokens.index(token), skip_special_tokens=True)]
+    assert (hidden, printed) == (["<|cite|>", "<|turn|>"], ["<|cite|>"])
+    assert "note: GGUF calls <|cite|> control tokens, as llama.cpp's own converter does" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_llama_cpp")
 def test_a_named_pre_tokenizer_is_taken_where_none_is_known(tiny_llama: MakeModel, tmp_path: Path) -> None:
     model = tiny_llama(vocab_size=300)
     make_other_tokenizer("cuts").save_pretrained(model)

@@ -189,3 +189,6 @@ def test_a_rank_of_a_billion_takes_no_memory_in_chat(folder: Path, tmp_path: Pat
         UserError, match=r"adapter_config.json: r: 1,000,000,000: its weights have factors of rank \d+ at"
     ):
         load_for_chat(find_model(str(adapter)), LoadOptions(), print)
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"r: 1,000,000,000: more than 65,536, which no adapter has; copy it again"):
+        load_for_chat(find_model(str(adapter)), LoadOptions(), print)

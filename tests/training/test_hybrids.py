@@ -10,7 +10,7 @@ import yaml
 
 from finetune.config.families import FAMILIES
 from finetune.models.lora import shorten
-from tests.conftest import make_chat, make_tokenizer, slow_but
+from tests.conftest import let_states_last, make_chat, make_tokenizer, slow_but
 from tests.models import sweep
 from tests.training import reference
 from tests.training.layouts import assert_losses, train_all, write_config
@@ -19,6 +19,7 @@ RECURRENT = [name for name, family in FAMILIES.items() if family.recurrence is n
 QUICK = ["qwen3_5_text", "falcon_h1", "lfm2"]
 RUNS = {"full": ("full_shard", "packing=true"), "padded": ("ddp", "packing=false"), "lora": ("ddp", "use_peft=true")}
 MOVED = {"qwen3_next": ("down_proj", "gate_proj", "up_proj")}  # plain peft moves these onto routed experts
+NORMS = {"nemotron_h": 1e-4, "zaya": 1e-4}  # of gradients, where fp32 rounds more
 VERIFIED = re.compile(
     r"/export: .* verified: every value, and (identical logits|logits within \S+) in a separate process"
 )
@@ -33,7 +34,7 @@ def write(folder: Path, family: str, data: Path) -> Path:
     config.vocab_size, config.tie_word_embeddings = len(tokenizer) + 2, False
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
-    model = AutoModelForCausalLM.from_config(config)
+    model = let_states_last(AutoModelForCausalLM.from_config(config))
     for saved in (model, tokenizer):
         saved.save_pretrained(folder / family / "model")
     recipe = {
@@ -79,4 +80,4 @@ def test_they_train_packed_on_two_ranks_to_a_verified_export(family: str, tmp_pa
         if "use_peft" in keys:
             keys["lora_target_modules"] = adapted
         (own := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(keys))
-        assert_losses(tmp_path / name, reference.train(own), norms=1e-4)
+        assert_losses(tmp_path / name, reference.train(own), norms=NORMS.get(family, 1e-5))

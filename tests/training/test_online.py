@@ -452,8 +452,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], float, float]] = {  # with the bounds 
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         },
-        2e-5,
-        5e-4,
+        5e-6,
+        5e-5,
     ),
 }
 

@@ -130,7 +130,10 @@ def plan_gguf(
     if weights.account.carried:
         carried = counted(len(weights.account.carried), "tensor")
         notes = [*notes, f"GGUF is written without {carried} of the base that {target.class_name} has no place for"]
-    for note in (*notes, *(vocabulary.doubts if not (options.verify and is_installed("llama_cpp")) else ())):
+    notes = [*notes, *vocabulary.notes]
+    if not (options.verify and is_installed("llama_cpp")):
+        notes += vocabulary.doubts
+    for note in notes:
         log(f"note: {note}")
     tensors = plan_tensors(weights.values, config, where)
     types = options.gguf_types or (DTYPES[weights.dtype],)

@@ -51,6 +51,7 @@ class GgufVocabulary:
     adds_eos: bool = False
     template: Any = None
     strips_after: bool = False  # whether special tokens take the spaces after them, as Phi-3's do
+    notes: tuple[str, ...] = ()  # what llama.cpp does otherwise
     doubts: tuple[str, ...] = ()  # where llama.cpp may cut a text otherwise
 
 
@@ -80,6 +81,7 @@ def describe_tokenizer(tokenizer: Any, rows: int, folder: Path, pre_tokenizer: s
         "adds_bos": tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id] != plain[:1],
         "adds_eos": tokenizer.eos_token_id is not None and whole[-1:] == [tokenizer.eos_token_id] != plain[-1:],
         "template": tokenizer.chat_template,
+        "notes": _list_hidden(tokenizer),
         "strips_after": any(token.rstrip for token in tokenizer.added_tokens_decoder.values()),
     }
     parts = _list_parts(described.get("pre_tokenizer"))
@@ -136,6 +138,20 @@ def _looks_special(token: str) -> bool:
     marks = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"), ("<start_of_", ">"), ("<end_of_", ">"))
     return token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
         token.startswith(start) and token.endswith(end) for start, end in marks
+    )
+
+
+def _list_hidden(tokenizer: Any) -> tuple[str, ...]:
+    """At most one sentence: the added tokens that llama.cpp does not print, though transformers does."""
+    added = tokenizer.added_tokens_decoder.values()
+    hidden = [token.content for token in added if not token.special and _looks_special(token.content)]
+    if not hidden:
+        return ()
+    shown = ", ".join(hidden[:3])
+    names = shown if len(hidden) <= 3 else f"{shown} and {len(hidden) - 3:,} more"
+    return (
+        f"GGUF calls {names} control tokens, as llama.cpp's own converter does for their looks: llama.cpp prints them "
+        "only with --special",
     )
 
 
