@@ -79,9 +79,9 @@ def count_attention_layers(config: Any) -> int:
 
 def read_head_size(config: Any) -> float:
     """Q by a transformers config. Under MLA (DeepSeek), `head_dim` is only the rotated part of a key."""
-    plain, value = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
-    if plain and value:
-        return float(plain + config.qk_rope_head_dim + value) / 2
+    latent: list[Any] = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    if all(isinstance(size, int) and size for size in latent):
+        return sum(latent) / 2
     heads = getattr(config, "num_attention_heads", None)
     return getattr(config, "head_dim", None) or (float(config.hidden_size // heads) if heads else 0.0)
 

@@ -75,9 +75,7 @@ def list_state_tensors(
     Raises `UserError` where a pattern of the recipe names nothing, or an adapter is asked of the output head.
     """
     units = _list_units(architecture)
-    names = {tensor.name: [tensor.name] for _, tensors in units for tensor in tensors}
-    if architecture.tied:
-        names[architecture.embedding.name].append(architecture.head_name)
+    names = _name_tensors(architecture)
     text = architecture.text_names
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values(), text)
     if lora.use_peft:
@@ -102,6 +100,14 @@ def list_state_tensors(
     for of_tied_weight in adapters.values():
         state += of_tied_weight
     return tuple(state)
+
+
+def _name_tensors(architecture: Architecture) -> dict[str, list[str]]:
+    """All names of each tensor, by its first: the embedding has the head's too where they are tied."""
+    names = {tensor.name: [tensor.name] for tensor in architecture.tensors()}
+    if architecture.tied:
+        names[architecture.embedding.name].append(architecture.head_name)
+    return names
 
 
 def _refuse_wrong_targets(architecture: Architecture, names: Mapping[str, Sequence[str]], lora: Lora) -> None:
