@@ -81,7 +81,7 @@ def read_head_size(config: Any) -> float:
     """Q by a transformers config. Under MLA (DeepSeek), `head_dim` is only the rotated part of a key."""
     latent: list[Any] = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     if all(isinstance(size, int) and size for size in latent):
-        return sum(latent) / 2
+        return float(sum(latent)) / 2
     heads = getattr(config, "num_attention_heads", None)
     return getattr(config, "head_dim", None) or (float(config.hidden_size // heads) if heads else 0.0)
 
