@@ -37,6 +37,7 @@ from finetune.optim.offload import OffloadedOptimizer, check_scratch_folder
 from finetune.plan.advice import list_changes
 from finetune.plan.plan import format_plan, make_plan
 from finetune.plan.step_memory import find_peak
+from finetune.report.run_data import plan_run, read_run
 from finetune.training.metrics import DIVERGED_ADVICE
 from finetune.training.objectives.distill import StoredTeacher
 from finetune.training.objectives.objective import Objective
@@ -257,7 +258,21 @@ def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> l
     """The last screen of a run: whether it diverged or learned nothing, and where its results are."""
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
     warning = [f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}"] if diverged else []
-    return [*warning, *_teacher_line(folder) * has_teacher, *_ratios_line(folder), results_line(folder)]
+    lines = [*warning, *_teacher_line(folder) * has_teacher, *_ratios_line(folder), *_memory_line(folder)]
+    return [*lines, results_line(folder)]
+
+
+def _memory_line(folder: Path) -> list[str]:
+    """The planned and the seen memory of the first rank, where the run can be planned from its folder."""
+    try:
+        run = read_run(folder)
+    except UserError:  # a line of metrics.jsonl was edited, say: the run is done all the same
+        return []
+    seen = max((line.get("peak_memory_bytes", 0) for line in run.lines), default=0)
+    plan = plan_run(run) if seen else None
+    if plan is None:
+        return []
+    return [f"memory  {gib(seen)} GiB seen on the first rank, {gib(plan.peak_bytes + plan.process_bytes)} GiB planned"]
 
 
 def _teacher_line(folder: Path) -> list[str]:

@@ -75,6 +75,7 @@ def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
         r"warning (the loss is \S+ at step 6, far above the \S+ of step 1): this run has diverged", again.stderr
     )
     assert diverged is not None, again.stderr
+    assert re.search(r"^memory  \d+\.\d\d GiB seen on the first rank, \d+\.\d\d GiB planned$", again.stderr, re.M)
     assert f"**This run diverged**: {diverged[1]}." in (run / "export" / "README.md").read_text()
     assert (run / "metrics.jsonl").read_text() == metrics, "no line is repeated"
     assert (run / "samples.jsonl").read_text() == samples
