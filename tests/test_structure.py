@@ -106,7 +106,7 @@ def strings(path: Path) -> list[tuple[int, str]]:
 
 
 # What other tools call things: their methods and schedules have some of our names.
-OTHER_TOOLS = ("config/other_tools.py", *(f"convert/{path.name}" for path in PACKAGE.glob("convert/*.py")))
+OTHER_TOOLS = ("config/other_names.py", *(f"convert/{path.name}" for path in PACKAGE.glob("convert/*.py")))
 
 # What is a row of a table -> its names, and the only files that name one.
 TABLES = {

@@ -21,7 +21,7 @@ from finetune.config.layout import (
     Wrapping,
     describe_sizes,
 )
-from finetune.config.other_tools import ACCELERATE_KEYS, IN_RECIPE
+from finetune.config.other_names import ACCELERATE_KEYS, IN_RECIPE
 from finetune.config.reader import find_file, shipped_folder
 from finetune.config.schema import recipe_keys
 from finetune.config.yaml_file import read_entries

@@ -3,11 +3,11 @@
 import difflib
 import json
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -16,18 +16,13 @@ from finetune.config.compatibility import find_recipe_problems
 from finetune.config.keys import Key, keys_of
 from finetune.config.methods import DEFAULT_METHOD, METHODS, SHIPPED_REWARDS
 from finetune.config.module_names import find_problem
-from finetune.config.other_tools import (
+from finetune.config.other_names import (
     ACCELERATE_KEYS,
     IN_ACCELERATE_FILE,
     IN_RECIPE,
     MEANT,
     OTHER_VALUES,
-    OWN_DATA,
     REFUSED_VALUES,
-    SOURCES_FORM,
-    TOOLS,
-    Counterpart,
-    find_writer,
 )
 from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Recipe, recipe_keys
 from finetune.config.user_code import locate
@@ -79,6 +74,25 @@ def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> 
     close = [] if key in known else difflib.get_close_matches(key, [*options, *known], n=1, cutoff=0.6)
     if close and close[0] in options:
         raise UserError(f"{COMMAND_LINE}: --{name}: no such option; did you mean --{close[0].replace('_', '-')}?")
+
+
+class Hints(Protocol):
+    """What a room above this one knows of other tools; a module with these two functions is one."""
+
+    def find_writer(self, file: Mapping[str, Any], /) -> str | None:
+        """The tool for which a file was written; None where it may be a recipe."""
+
+    def explain_key(self, key: str, /) -> tuple[str, str] | None:
+        """(our key, a sentence without the key) on another tool's key; None where it is nobody's."""
+
+
+_hints: list[Hints] = []
+
+
+def add_hints(hints: Hints) -> None:
+    """Has every later error of the reader say what `hints` knows. To be called where a process begins."""
+    if hints not in _hints:
+        _hints.append(hints)
 
 
 EXPECTED = {
@@ -238,7 +252,8 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
 
 def _refuse_another_tools_file(path: Path) -> None:
     """Raises `UserError` if the file was written for another tool: a sentence instead of one for each of its keys."""
-    tool = find_writer(find_yaml(path, is_foreign=True))
+    file = find_yaml(path, is_foreign=True)
+    tool = next(filter(None, (hints.find_writer(file) for hints in _hints)), None)
     if tool is not None:
         article = "an" if tool[0] in "AEIOU" else "a"
         raise UserError(
@@ -412,13 +427,10 @@ def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     if top_level and key in MEANT:
         ours, sentence = MEANT[key]
         return ours or key, f"{key}: {sentence}"
-    foreign = foreign_names()
-    if top_level and key in foreign:
-        whose, ours = foreign[key]
-        return ours.partition(":")[0], f"{key}: {whose} name; here it is {ours}"
-    if top_level and key in (unneeded := keys_without_counterpart()):
-        whose, note = unneeded[key]
-        return key, f"{key}: {whose} name; no such key: {note}"
+    foreign = next(filter(None, (hints.explain_key(key) for hints in _hints)), None)
+    if top_level and foreign is not None:
+        ours, sentence = foreign
+        return ours, f"{key}: {sentence}"
     if top_level and (plain := key.removeprefix("parallelism_config_")) in IN_RECIPE:
         return IN_RECIPE[plain], f"{key}: no such key; here it is {IN_RECIPE[plain]}"
     if top_level and key in IN_ACCELERATE_FILE:
@@ -459,40 +471,3 @@ def explain_value(key: str, value: object) -> str | None:
     if ours is not None:
         return f"{value}: another tool's name; here it is {ours}"
     return None if refused is None else f"{value}: {refused}"
-
-
-def foreign_names() -> dict[str, tuple[str, str]]:
-    """Other tools' names for keys that have a different name here: name -> (whose it is, ours).
-
-    >>> foreign_names()["sequence_len"], foreign_names()["lora_rank"][0]
-    (("Axolotl's", 'max_length'), "LLaMA-Factory's and torchtune's")
-    """
-    entry = {key.name for key in fields(DatasetSource)}  # keys of an entry that others have at the top
-
-    def describe(pair: Counterpart) -> str | None:
-        if pair.ours in NESTED:
-            note = "" if pair.note == OWN_DATA else f" ({pair.note})" if pair.note else ""
-            return f"{pair.ours}: {SOURCES_FORM}{note}"
-        noted = pair.ours == "accelerate_config" or pair.theirs in entry
-        return f"{pair.ours} ({pair.note})" if noted and pair.ours else pair.ours
-
-    return _list_keys(describe)
-
-
-def keys_without_counterpart() -> dict[str, tuple[str, str]]:
-    """Other tools' keys that have no counterpart here: name -> (whose it is, why, or what to do instead).
-
-    >>> keys_without_counterpart()["max_prompt_length"][0]
-    "TRL's"
-    """
-    return _list_keys(lambda pair: None if pair.ours else pair.note)
-
-
-def _list_keys(describe: Callable[[Counterpart], str | None]) -> dict[str, tuple[str, str]]:
-    """Keys that are not ours and that `describe` says something of -> (whose they are, what it says of the first)."""
-    found: dict[str, tuple[list[str], str]] = {}
-    for tool, pairs in TOOLS.items():
-        for pair in pairs if tool != "Automodel" else ():  # whose files are nested throughout
-            if "." not in pair.theirs and pair.theirs not in recipe_keys() and (said := describe(pair)):
-                found.setdefault(pair.theirs, ([], said))[0].append(f"{tool}'s")
-    return {key: (" and ".join(whose[:2]), said) for key, (whose, said) in found.items()}

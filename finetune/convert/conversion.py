@@ -15,24 +15,14 @@ import yaml
 from finetune.config.facts import has_fused_experts
 from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS
-from finetune.config.other_tools import (
-    DEFAULTS,
-    FOUR_BIT_DEFAULTS,
-    INT8,
-    LORA_DEFAULTS,
-    TOOLS,
-    TRL_ONLINE,
-    UNLIMITED,
-    UNLIMITED_NOTE,
-    Counterpart,
-    Tool,
-)
 from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
 from finetune.config.reader import read_recipe
 from finetune.config.schedules import SCHEDULES
 from finetune.config.schema import NESTED, DatasetSource, Lora, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
+from finetune.convert.counterparts import GRPO, NOTES, Counterpart, Tool, list_counterparts
 from finetune.convert.datasets import add_sources
+from finetune.convert.defaults import DEFAULTS, FOUR_BIT_DEFAULTS, LORA_DEFAULTS, UNLIMITED, UNLIMITED_NOTE
 from finetune.convert.model_names import (
     BITSANDBYTES_MODEL,
     adapt_model,
@@ -183,7 +173,9 @@ def convert_file(source: Path) -> Conversion:
 def _convert(tool: Tool, theirs: dict[str, Any], text: str, source: Path) -> Conversion:
     refuse_other_methods(tool, theirs, source)
     found, method = Conversion(tool, images=find_images(tool, theirs)[1]), find_method(tool, theirs, source)
-    known = {pair.theirs: pair for pair in TOOLS[tool] + (TRL_ONLINE if METHODS[method].samples else ())}
+    known = {pair.key: pair for pair in list_counterparts(tool)}
+    if METHODS[method].samples:
+        known |= {pair.key: pair for pair in list_counterparts(GRPO)}
 
     def find_turn(item: tuple[str, Any]) -> int:
         pair = known.get(item[0])
@@ -227,7 +219,7 @@ def _walk(theirs: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: s
 def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: Conversion) -> None:
     """Adds their `key: value` to what was `found`: to the recipe, the differences or the ignored keys.
 
-    >>> found, known = Conversion("Axolotl"), {pair.theirs: pair for pair in TOOLS["Axolotl"]}
+    >>> found, known = Conversion("Axolotl"), {pair.key: pair for pair in list_counterparts("Axolotl")}
     >>> for key, value in {"sequence_len": 4096, "relora_steps": 5, "cut_cross_entropy": True}.items():
     ...     _convert_key(key, value, known, found)
     >>> found.recipe, found.differences, found.ignored
@@ -298,7 +290,7 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
     if value == "qlora" and pair.carry == "adapter":
         found.recipe |= QLORA
     elif pair.carry == "bits" and value == 8:
-        found.remarks.append(f"{key}: {shorten(value)}   ({INT8})")
+        found.remarks.append(f"{key}: {shorten(value)}   ({NOTES['INT8']})")
     elif pair.inexact:
         found.remarks.append(f"{key}: {shorten(value)}   ({pair.note})")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.keys import keys_of
-from finetune.config.other_tools import ALPACA_PROMPT, ALPACA_STYLE, Tool
 from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
+from finetune.convert.counterparts import Tool
 from finetune.convert.model_names import guess_vision_family
 from finetune.convert.rules import (
     BUILDERS,
@@ -241,6 +241,10 @@ FORMATS = {
     "openai": "messages",
 }  # fmt: skip
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
+ALPACA_PROMPT = (
+    "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is read by a chat template"
+)
+ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
 PROMPT_ALONE = (
     "has no effect on this entry: of a prompt with its completion the completion alone is trained on; "
     "type: messages makes a conversation of the two"

@@ -7,9 +7,10 @@ from typing import Any
 
 from finetune.config.facts import find_linear_layers, has_fused_experts
 from finetune.config.families import IMAGE_FAMILIES, find_family
-from finetune.config.other_tools import ADAPTED_HEAD, TOKEN_NAMES, Counterpart, Tool, find_texts
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
+from finetune.convert.counterparts import Counterpart, Tool
+from finetune.convert.hints import find_texts
 from finetune.convert.rules import Conversion, convert_names, read_section
 from finetune.convert.their_values import shorten
 from finetune.files.json_files import read_json_object
@@ -182,7 +183,7 @@ def report_classes(theirs: Mapping[str, Any], found: Conversion) -> None:
     is_all = peft.get("match_all_linear") or targets in (["*"], "*") or excluded
     if is_all and not any("head" in each for each in excluded):
         key = next(key for key in ("match_all_linear", "target_modules", "exclude_modules") if peft.get(key))
-        found.add_difference(f"peft.{key}", peft[key], "the head gets an adapter too there", ADAPTED_HEAD)
+        found.add_difference(f"peft.{key}", peft[key], "the head gets an adapter too there", "LoRA on the head")
     layers = find_linear_layers(guess_family(name) or "")
     if is_all:
         found.recipe["lora_target_modules"] = "all-linear"
@@ -270,7 +271,7 @@ def set_template(key: str, value: Any, pair: Counterpart, found: Conversion) -> 
     if found.images:
         found.remarks.append(f"{key}: {shorten(value)}   (the tokenizer's own template, which writes the images)")
         return
-    if name in OWN_TEMPLATE and pair.theirs != "template":  # LLaMA-Factory's default writes `Human:`
+    if name in OWN_TEMPLATE and pair.key != "template":  # LLaMA-Factory's default writes `Human:`
         return
     if (ours := TEMPLATES.get(name.lower())) is not None:
         found.recipe["chat_template"] = ours
@@ -327,6 +328,7 @@ IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
 )
 CHATML = "<|im_end|>"
+TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def adapt_model(theirs: Mapping[str, Any], found: Conversion) -> None:

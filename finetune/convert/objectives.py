@@ -7,8 +7,9 @@ from typing import Any
 
 from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS, POLICY_LOSSES, Method
-from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT, PROMPTS_MASKED, TRUNCATED, Tool
+from finetune.config.other_names import TRUNCATED
 from finetune.config.quantization import SCHEMES
+from finetune.convert.counterparts import NOTES, Tool
 from finetune.convert.model_names import Found
 from finetune.convert.rules import Conversion, read_section
 from finetune.convert.their_values import WrongValue, convert_number, read_number, shorten
@@ -35,6 +36,7 @@ ASFT = (
     "tokens of a step here, of each micro-batch's mean there"
 )
 NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
+LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft")  # -> token_loss
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
 PROMPT_TOKENS = 512  # of max_prompt_length in TRL, until it bounded prompts no more
 # TRL's rewards by the names that its command knows: ours, or a function to import.
@@ -167,7 +169,7 @@ def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, foun
         if tool == "TRL" and theirs.get("completion_only_loss"):
             recipe["assistant_only_loss"] = True
         elif tool == "TRL" and theirs.get("completion_only_loss") is False:
-            found.add_difference("completion_only_loss", False, PROMPTS_MASKED.removeprefix("true; "))
+            found.add_difference("completion_only_loss", False, NOTES["PROMPTS_MASKED"].removeprefix("true; "))
         for name in losses.keys() - set(map(str, SFT_LOSSES)):
             note = "of supervised fine-tuning nll is the only one"
             found.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
@@ -189,7 +191,7 @@ def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, foun
         found.remarks.append(f"method: dpo   ({NOT_SAID})")
     _list_differences(method, theirs, found)
     if tool in WITHOUT_DROPOUT and theirs.get("disable_dropout", True) and recipe.get("lora_dropout", 0) != 0:
-        found.remarks.append(f"lora_dropout: {recipe['lora_dropout']}   ({NO_DROPOUT})")
+        found.remarks.append(f"lora_dropout: {recipe['lora_dropout']}   ({NOTES['NO_DROPOUT']})")
     if tool in WITHOUT_DROPOUT and theirs.get("disable_dropout", True):
         recipe["lora_dropout"] = 0.0
     if theirs.get("label_smoothing_factor") is not None and "label_smoothing" not in theirs:
@@ -223,7 +225,7 @@ def _list_differences(method: str, theirs: Mapping[str, Any], found: Conversion)
     if method == "orpo" and on_trl:
         found.add_difference("rl" if tool == "Axolotl" else "method", "orpo", WHOLE_ROW)
     if method == "orpo" and tool == "LLaMA-Factory":
-        found.remarks.append(f"pref_loss: orpo   ({MEAN_OF_MEANS})")
+        found.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
     if method == "kto":
         found.remarks.append(f"kto   ({KTO_ROWS})")
     if theirs.get("pref_ftx") and method != "dpo":

@@ -8,9 +8,10 @@ from typing import Any
 import yaml
 
 from finetune.config.compatibility import find_problems
-from finetune.config.other_tools import TOOL_NAMES, Tool, find_texts, is_factory_v1, recognize_tool
 from finetune.config.reader import read_recipe
 from finetune.config.yaml_file import read_entries
+from finetune.convert.counterparts import TOOL_NAMES, Tool
+from finetune.convert.hints import find_texts, is_factory_v1, recognize_tool
 from finetune.convert.model_names import Found, find_images, find_refused_models, name_model
 from finetune.convert.objectives import (
     AXOLOTL_METHODS,

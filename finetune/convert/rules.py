@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from finetune.config.methods import METHODS
 from finetune.config.optimization import OPTIMIZERS, convert_optimizer
-from finetune.config.other_tools import ENTRY_KEYS, NF4_OF_TORCHAO, Counterpart, Tool
 from finetune.config.quantization import QLORA
 from finetune.config.schema import recipe_keys
+from finetune.convert.counterparts import DATA_SET_KEYS, NOTES, Counterpart, Tool, list_counterparts
 from finetune.convert.their_values import convert_number, read_number, shorten
 from finetune.errors import UserError
 
@@ -93,7 +93,7 @@ def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         found.recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
     if "qlora_" in str(model.get("_component_")):
         found.recipe |= QLORA
-        found.remarks.append(f"model._component_: {shorten(model['_component_'])}   ({NF4_OF_TORCHAO})")
+        found.remarks.append(f"model._component_: {shorten(model['_component_'])}   ({NOTES['NF4_OF_TORCHAO']})")
     if read_section(theirs, "optimizer"):
         found.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
     per_epoch = theirs.get("max_steps_per_epoch")
@@ -238,7 +238,7 @@ def _convert_attention(value: Any) -> Any:
 
 
 def _convert_tracker(pair: Counterpart, value: Any) -> Any:
-    by_key = next((tracker for tracker in TRACKERS if tracker in pair.theirs), None)
+    by_key = next((tracker for tracker in TRACKERS if tracker in pair.key), None)
     if by_key is not None:
         return by_key if value else LEAVE
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
@@ -295,13 +295,13 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             name = "no" if value is False else str(value)
             return LEAVE if name == "steps" else name if name in STRATEGIES[str(pair.ours)] else None
         case "schedule-argument":
-            return recipe.get("lr_scheduler_kwargs", {}) | {pair.theirs.rsplit(".", 1)[-1]: convert_number(value)}
+            return recipe.get("lr_scheduler_kwargs", {}) | {pair.key.rsplit(".", 1)[-1]: convert_number(value)}
         case "optimizer-flag":
-            return convert_optimizer(pair.theirs.removeprefix("use_")) if value else LEAVE
+            return convert_optimizer(pair.key.removeprefix("use_")) if value else LEAVE
         case "steps":
-            return _convert_steps(pair.theirs, value)
+            return _convert_steps(pair.key, value)
         case "min-rate":
-            lowest, rate = read_number(pair.theirs, value, "1e-6"), convert_number(recipe.get("learning_rate"))
+            lowest, rate = read_number(pair.key, value, "1e-6"), convert_number(recipe.get("learning_rate"))
             return round(lowest / rate, 9) if isinstance(rate, int | float) and rate else None
     return CONVERTERS[pair.carry](value)
 
@@ -357,7 +357,7 @@ class TheirEntry:
 
     def list_unread(self, tool: Tool) -> list[str]:
         """A line for each unread key that has an effect."""
-        notes = {pair.theirs: pair.note for pair in ENTRY_KEYS[tool]}
+        notes = {pair.key: pair.note for pair in list_counterparts(tool, DATA_SET_KEYS)}
         lines = []
         for key, value in self.unread.items():
             note = next((notes[name] for name in (key, key.split(".")[-1], key.split(".")[0]) if name in notes), None)
@@ -399,7 +399,7 @@ def read_each(
     for entry in entries:
         sources += read(entry)
         found.differences += entry.list_unread(tool)
-        lacking = {pair.theirs: pair.missing_capability for pair in ENTRY_KEYS[tool]}
+        lacking = {pair.key: pair.missing_capability for pair in list_counterparts(tool, DATA_SET_KEYS)}
         found.missing_capabilities += sorted({lacking[key] for key in entry.unread if lacking.get(key)})
     return sources
 

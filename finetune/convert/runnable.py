@@ -15,10 +15,10 @@ from finetune.config.facts import ModelFacts, find_linear_layers, read_family_so
 from finetune.config.families import find_family
 from finetune.config.layout import DIVISIONS, GROUP_KEYS, Fp8
 from finetune.config.module_names import find_expert_layers
-from finetune.config.other_tools import Tool
 from finetune.config.reader import read_recipe
 from finetune.config.rule import Problem
 from finetune.config.schema import recipe_keys
+from finetune.convert.counterparts import Tool
 from finetune.convert.model_names import guess_family
 from finetune.convert.rules import Conversion, read_section
 from finetune.errors import UserError
