@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.convert.rules import Conversion, Sources, TheirEntry, list_entries, make_sources
-from finetune.convert.their_values import WrongValue, read_number
+from finetune.convert.foreign_values import WrongValue, read_number
+from finetune.convert.rules import Conversion, DataSetEntry, Sources, list_entries, make_sources
 
 DRAWN = "a share that no slice names exactly: drawn by the seed here, the first rows there"
 
 
-def read_mixer(theirs: Mapping[str, Any], found: Conversion) -> tuple[Sources, Sources]:
+def read_mixer(settings: Mapping[str, Any], conversion: Conversion) -> tuple[Sources, Sources]:
     """(the entries, those held out) of the older dataset_mixer. A share of whole percents is a slice, else a weight."""
-    mixer, splits = theirs.get("dataset_mixer"), theirs.get("dataset_splits") or ["train", "test"]
+    mixer, splits = settings.get("dataset_mixer"), settings.get("dataset_splits") or ["train", "test"]
     if not isinstance(mixer, dict) or not isinstance(splits, list):
         return [], []
-    names = theirs.get("dataset_configs") or [None] * len(mixer)
+    names = settings.get("dataset_configs") or [None] * len(mixer)
     if not isinstance(names, list) or len(names) != len(mixer):
         raise WrongValue.of_key("dataset_configs", names, "a list with a name for each data set", "[default]")
     shares = [
@@ -32,7 +32,7 @@ def read_mixer(theirs: Mapping[str, Any], found: Conversion) -> tuple[Sources, S
 
     train = [entry for split in splits if "train" in str(split) for entry in of(split, is_cut=True)]
     if drawn := [f"{entry['path']}: {entry['weight']}" for entry in train if "weight" in entry]:
-        found.remarks.append(f"dataset_mixer: {', '.join(drawn)}   ({DRAWN})")
+        conversion.remarks.append(f"dataset_mixer: {', '.join(drawn)}   ({DRAWN})")
     return train, [entry for split in splits if "test" in str(split) for entry in of(split, is_cut=False)]
 
 
@@ -48,13 +48,13 @@ def _cut(split: Any, share: float) -> dict[str, Any]:
     return {"split": f"{split}[:{percent:.0f}%]"} if percent % 1 == 0 else {"split": str(split), "weight": share}
 
 
-def read_mixture(theirs: Mapping[str, Any], source: Path, found: Conversion) -> list[TheirEntry]:
+def read_mixture(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> list[DataSetEntry]:
     """The entries of its dataset_mixture, in TRL's names."""
-    mixture = theirs.get("dataset_mixture")
+    mixture = settings.get("dataset_mixture")
     if not isinstance(mixture, dict):
         return []
     if mixture.get("test_split_size"):
-        found.recipe["eval_split_size"] = mixture["test_split_size"]
+        conversion.recipe["eval_split_size"] = mixture["test_split_size"]
     entries = list_entries(mixture.get("datasets"), "dataset_mixture.datasets", source)
     for entry in entries:
         entry.unread |= {"path": entry.take("id"), "name": entry.take("config")}

@@ -23,6 +23,7 @@ from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.counterparts import GRPO, NOTES, Counterpart, Tool, list_counterparts
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import DEFAULTS, FOUR_BIT_DEFAULTS, LORA_DEFAULTS, UNLIMITED, UNLIMITED_NOTE
+from finetune.convert.foreign_values import WrongValue, convert_number, shorten
 from finetune.convert.model_names import (
     BITSANDBYTES_MODEL,
     adapt_model,
@@ -34,10 +35,9 @@ from finetune.convert.model_names import (
     set_template,
 )
 from finetune.convert.objectives import adapt_preferences, adapt_rounding, find_method
-from finetune.convert.recognize import load_theirs, refuse_other_methods
+from finetune.convert.recognize import load_settings, refuse_other_methods
 from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_value, read_section
 from finetune.convert.runnable import make_runnable, read_layout, write_accelerate
-from finetune.convert.their_values import WrongValue, convert_number, shorten
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
@@ -55,29 +55,29 @@ def convert_command(arguments: argparse.Namespace) -> int:
     """
     source = Path(arguments.source)
     refuse_own(source)
-    found = convert_file(source)
-    problems = read_back(found.recipe)
-    if found.accelerate_file is not None:
+    conversion = convert_file(source)
+    problems = read_back(conversion.recipe)
+    if conversion.accelerate_file is not None:
         path = accelerate_path(Path(arguments.output or source.name))
-        found.recipe["accelerate_config"] = path.name
+        conversion.recipe["accelerate_config"] = path.name
         if not arguments.output:
-            found.to_do.append(f"accelerate_config: {path.name} is written beside the recipe with --output")
-    text = as_text(source, found)
+            conversion.to_do.append(f"accelerate_config: {path.name} is written beside the recipe with --output")
+    text = as_text(source, conversion)
     wrong = [problem for problem in problems if not problem.endswith(MISSING_FILE)]
     if wrong:
         raise UserError.of(f"{source}: not converted; the recipe would be wrong: {problem}" for problem in wrong)
     if arguments.output:
         output = Path(arguments.output)
-        if found.accelerate_file is not None:
-            _write(accelerate_path(output), found.accelerate_file, arguments.overwrite)
+        if conversion.accelerate_file is not None:
+            _write(accelerate_path(output), conversion.accelerate_file, arguments.overwrite)
         _write(output, text, arguments.overwrite)
     else:
         print(text, end="")
     is_seen = not arguments.output and sys.stdout.isatty()  # as comments at the recipe's end
-    notes = [] if is_seen else [*found.differences, *found.remarks]
-    for line in [*notes, *(f"to do: {problem}" for problem in [*problems, *found.to_do])]:
+    notes = [] if is_seen else [*conversion.differences, *conversion.remarks]
+    for line in [*notes, *(f"to do: {problem}" for problem in [*problems, *conversion.to_do])]:
         print(line, file=sys.stderr)
-    return EXIT_TO_DO if found.to_do else 0
+    return EXIT_TO_DO if conversion.to_do else 0
 
 
 def accelerate_path(recipe: Path) -> Path:
@@ -91,8 +91,8 @@ def accelerate_path(recipe: Path) -> Path:
 
 def refuse_own(source: Path) -> None:
     """Raises `UserError` where `source` is a recipe of ours already."""
-    theirs = find_yaml(source, is_foreign=True)  # what is wrong with it is said where it is read as another tool's
-    if theirs and is_ours(theirs, source):
+    settings = find_yaml(source, is_foreign=True)  # what is wrong with it is said where it is read as another tool's
+    if settings and is_ours(settings, source):
         raise UserError(
             f"{source}: a recipe of this toolkit already: there is nothing to convert, train with it as it is"
         )
@@ -107,30 +107,30 @@ def _write(path: Path, text: str, overwrite: bool) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}); name another file") from None
 
 
-def is_ours(theirs: Mapping[str, Any], source: Path) -> bool:
+def is_ours(settings: Mapping[str, Any], source: Path) -> bool:
     """Whether all keys are ours, and one of them is ours alone or the whole file reads as a recipe."""
-    mixtures = [theirs.get(key) for key in NESTED if key in theirs]
+    mixtures = [settings.get(key) for key in NESTED if key in settings]
     entries = [entry for mixture in mixtures if isinstance(mixture, list) for entry in mixture]
     named = {key for entry in entries if isinstance(entry, dict) for key in entry}
     own = keys_of(DatasetSource).keys()
-    if "datasets" not in theirs or not (theirs.keys() <= recipe_keys().keys() and named <= own):
+    if "datasets" not in settings or not (settings.keys() <= recipe_keys().keys() and named <= own):
         return False
     return bool(named & (own - {"path", "name", "split"})) or not _problems(str(source))
 
 
-def as_text(source: Path, found: Conversion) -> str:
+def as_text(source: Path, conversion: Conversion) -> str:
     """The recipe file, with what differs as comments at its end."""
-    text = f"# From {source.name} ({found.tool}) by finetune convert.\n"
-    text += yaml.safe_dump(found.recipe, sort_keys=False, allow_unicode=True)
+    text = f"# From {source.name} ({conversion.tool}) by finetune convert.\n"
+    text += yaml.safe_dump(conversion.recipe, sort_keys=False, allow_unicode=True)
     for title, lines in (
-        ("To do", found.to_do),
-        ("Different here", found.differences),
-        ("Worth a look", found.remarks),
+        ("To do", conversion.to_do),
+        ("Different here", conversion.differences),
+        ("Worth a look", conversion.remarks),
     ):
         if lines:
             text += f"\n# {title}:\n" + "".join(f"#   {' '.join(line.splitlines())}\n" for line in lines)
-    if found.ignored:
-        text += f"\n# Without effect here: {', '.join(dict.fromkeys(found.ignored))}\n"
+    if conversion.ignored:
+        text += f"\n# Without effect here: {', '.join(dict.fromkeys(conversion.ignored))}\n"
     return text
 
 
@@ -165,14 +165,14 @@ DECISIVE = ("schedule", "all-linear", "flag", "optimizer-flag")
 def convert_file(source: Path) -> Conversion:
     """The recipe made from `source`. Raises `UserError`, a `Refusal` if its method or model is not supported."""
     try:
-        return _convert(*load_theirs(source), source)
+        return _convert(*load_settings(source), source)
     except WrongValue as wrong:
         raise UserError(f"{source}: {wrong}") from None
 
 
-def _convert(tool: Tool, theirs: dict[str, Any], text: str, source: Path) -> Conversion:
-    refuse_other_methods(tool, theirs, source)
-    found, method = Conversion(tool, images=find_images(tool, theirs)[1]), find_method(tool, theirs, source)
+def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> Conversion:
+    refuse_other_methods(tool, settings, source)
+    conversion, method = Conversion(tool, images=find_images(tool, settings)[1]), find_method(tool, settings, source)
     known = {pair.key: pair for pair in list_counterparts(tool)}
     if METHODS[method].samples:
         known |= {pair.key: pair for pair in list_counterparts(GRPO)}
@@ -181,32 +181,34 @@ def _convert(tool: Tool, theirs: dict[str, Any], text: str, source: Path) -> Con
         pair = known.get(item[0])
         return 0 if item[0].rsplit(".", 1)[-1] in RATES else 2 if pair and pair.carry in DECISIVE else 1
 
-    for key, value in sorted(_walk(theirs, known), key=find_turn):
-        _convert_key(key, value, known, found)
-    adapt_model(theirs, found)
-    adapt_tool(theirs, text, found)
-    adapt_rounding(theirs, found)
-    report_classes(theirs, found)
-    add_tokenizers_turns(theirs, found)
-    name = str(found.recipe.get("model_name_or_path"))
-    asked = next((load_key for load_key in LOAD_KEYS if found.recipe.get(load_key)), None)
+    for key, value in sorted(_walk(settings, known), key=find_turn):
+        _convert_key(key, value, known, conversion)
+    adapt_model(settings, conversion)
+    adapt_tool(settings, text, conversion)
+    adapt_rounding(settings, conversion)
+    report_classes(settings, conversion)
+    add_tokenizers_turns(settings, conversion)
+    name = str(conversion.recipe.get("model_name_or_path"))
+    asked = next((load_key for load_key in LOAD_KEYS if conversion.recipe.get(load_key)), None)
     is_fused = is_mixture(name) and has_fused_experts(guess_family(name) or "")
-    if asked and is_fused and not theirs.get("quantize_moe_experts"):
-        found.add_difference(asked, True, "a mixture's experts are quantized here too; there only linear layers are")
-    adapt_preferences(method, theirs, source, found)
-    add_sources(tool, theirs, source, found)
-    _add_defaults(theirs, found)
-    _add_layout(theirs, text, found)
-    _remove_contradictions(found)
-    make_runnable(found)
+    if asked and is_fused and not settings.get("quantize_moe_experts"):
+        conversion.add_difference(
+            asked, True, "a mixture's experts are quantized here too; there only linear layers are"
+        )
+    adapt_preferences(method, settings, source, conversion)
+    add_sources(tool, settings, source, conversion)
+    _add_defaults(settings, conversion)
+    _add_layout(settings, text, conversion)
+    _remove_contradictions(conversion)
+    make_runnable(conversion)
     order = list(recipe_keys())
-    found.recipe = dict(sorted(found.recipe.items(), key=lambda item: order.index(item[0])))
-    return found
+    conversion.recipe = dict(sorted(conversion.recipe.items(), key=lambda item: order.index(item[0])))
+    return conversion
 
 
-def _walk(theirs: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _walk(settings: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Their keys with values; a nested mapping is walked where the table names keys inside it."""
-    for key, value in theirs.items():
+    for key, value in settings.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
             if name in known and known[name].carry == "by-code":
@@ -216,13 +218,13 @@ def _walk(theirs: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: s
             yield name, value
 
 
-def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: Conversion) -> None:
-    """Adds their `key: value` to what was `found`: to the recipe, the differences or the ignored keys.
+def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], conversion: Conversion) -> None:
+    """Adds a setting of the other tool to the recipe, the differences or the ignored keys.
 
-    >>> found, known = Conversion("Axolotl"), {pair.key: pair for pair in list_counterparts("Axolotl")}
+    >>> conversion, known = Conversion("Axolotl"), {pair.key: pair for pair in list_counterparts("Axolotl")}
     >>> for key, value in {"sequence_len": 4096, "relora_steps": 5, "cut_cross_entropy": True}.items():
-    ...     _convert_key(key, value, known, found)
-    >>> found.recipe, found.differences, found.ignored
+    ...     _convert_key(key, value, known, conversion)
+    >>> conversion.recipe, conversion.differences, conversion.ignored
     ({'max_length': 4096}, ['relora_steps: 5   (ReLoRA: not supported)'], ['cut_cross_entropy'])
     """
     ours, pair = recipe_keys(), known.get(key)
@@ -231,30 +233,30 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: 
     if pair is None and "." in key:
         section = known.get(key.split(".")[0])
         if section is not None and (section.carry == "by-code" or not section.has_effect):
-            found.ignored += [] if section.carry == "by-code" else [key]
+            conversion.ignored += [] if section.carry == "by-code" else [key]
             return  # an entry's own key is read with the entry
     if pair is None:
         close = difflib.get_close_matches(key, [*known, *ours], n=1, cutoff=0.75)
         if value is not None:
-            found.add_difference(key, value, f"not known here{f'; did you mean {close[0]}?' if close else ''}")
+            conversion.add_difference(key, value, f"not known here{f'; did you mean {close[0]}?' if close else ''}")
     elif not pair.has_effect:
-        found.ignored.append(key)
+        conversion.ignored.append(key)
     elif value is None or value == "" or (pair.ours is None and value in (False, [], {}, "no", "none", 0)):
         if pair.carry == "clip":
-            found.recipe[str(pair.ours)] = None
+            conversion.recipe[str(pair.ours)] = None
     elif pair.ours is None and value == 1 and not isinstance(value, bool):
-        found.ignored.append(key)  # a size of 1 asks for nothing
+        conversion.ignored.append(key)  # a size of 1 asks for nothing
     elif pair.ours is None:
-        found.add_difference(key, value, pair.note, pair.missing_capability)
+        conversion.add_difference(key, value, pair.note, pair.missing_capability)
     elif pair.carry == "template":
-        set_template(key, value, pair, found)
+        set_template(key, value, pair, conversion)
     else:
-        _set(key, value, pair, found)
+        _set(key, value, pair, conversion)
 
 
-def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
+def _set(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
     """Sets our key of `pair`. A value without equivalent is reported instead (`lr_scheduler: rex`)."""
-    ours = convert_value(pair, value, found.recipe)
+    ours = convert_value(pair, value, conversion.recipe)
     if ours is LEAVE:
         return
     if ours is None:
@@ -265,47 +267,47 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
             "bits": f"{value}-bit base",
             "quantizer": "another quantization",
         }.get(pair.carry)
-        found.add_difference(key, value, pair.note or "no such value here", capability or "")
+        conversion.add_difference(key, value, pair.note or "no such value here", capability or "")
         return
     name = "load_in_8bit" if pair.carry == "bits" and value == 8 else str(pair.ours)
     if pair.carry == "warmup" and isinstance(ours, float) and 0 < ours < 1:
         name = "warmup_ratio"
     if pair.carry == "betas":
-        found.recipe |= {"adam_beta1": convert_number(ours[0]), "adam_beta2": convert_number(ours[1])}
+        conversion.recipe |= {"adam_beta1": convert_number(ours[0]), "adam_beta2": convert_number(ours[1])}
         return
     if ours == "best" and name == "save_strategy":
-        found.recipe["keep_best_checkpoint"] = True
+        conversion.recipe["keep_best_checkpoint"] = True
         return
-    found.recipe[name] = None if ours == "null" else ours
+    conversion.recipe[name] = None if ours == "null" else ours
     if pair.carry == "lora-only":
-        found.recipe["use_peft"] = True
-    if pair.carry == "schedule" and str(value) == "constant" and found.tool != "Automodel":
-        found.recipe["warmup_steps"] = 0  # transformers' "constant" has no warm-up
-        found.recipe.pop("warmup_ratio", None)
+        conversion.recipe["use_peft"] = True
+    if pair.carry == "schedule" and str(value) == "constant" and conversion.tool != "Automodel":
+        conversion.recipe["warmup_steps"] = 0  # transformers' "constant" has no warm-up
+        conversion.recipe.pop("warmup_ratio", None)
     if pair.carry == "optimizer":
         notes = (note for pattern, note in OPTIMIZER_NOTES.items() if re.search(pattern, str(value).lower()))
-        found.remarks += [f"{key}: {shorten(value)}   ({note})" for note in notes]
+        conversion.remarks += [f"{key}: {shorten(value)}   ({note})" for note in notes]
         if "4bit" in str(value).lower():
-            found.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
+            conversion.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
     if value == "qlora" and pair.carry == "adapter":
-        found.recipe |= QLORA
+        conversion.recipe |= QLORA
     elif pair.carry == "bits" and value == 8:
-        found.remarks.append(f"{key}: {shorten(value)}   ({NOTES['INT8']})")
+        conversion.remarks.append(f"{key}: {shorten(value)}   ({NOTES['INT8']})")
     elif pair.inexact:
-        found.remarks.append(f"{key}: {shorten(value)}   ({pair.note})")
+        conversion.remarks.append(f"{key}: {shorten(value)}   ({pair.note})")
 
 
-def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
+def _add_defaults(settings: Mapping[str, Any], conversion: Conversion) -> None:
     """The tool's defaults where ours differ."""
-    tool, recipe, ours = found.tool, found.recipe, recipe_keys()
+    tool, recipe, ours = conversion.tool, conversion.recipe, recipe_keys()
     given = dict(DEFAULTS[tool])
-    if tool == "LLaMA-Factory" and theirs.get("stage") == "pt":
+    if tool == "LLaMA-Factory" and settings.get("stage") == "pt":
         given["packing"] = True
-    is_unlimited = tool in ("torchtune", "Automodel") or (tool == "TRL" and theirs.get("max_length", 0) is None)
+    is_unlimited = tool in ("torchtune", "Automodel") or (tool == "TRL" and settings.get("max_length", 0) is None)
     if is_unlimited and recipe.get("max_length") is None:
         recipe.pop("max_length", None)
         given |= UNLIMITED
-        found.remarks.append(UNLIMITED_NOTE)
+        conversion.remarks.append(UNLIMITED_NOTE)
     has_schedule = "warmup_ratio" in recipe or recipe.get("lr_scheduler_type", "constant") != "constant"
     if tool in ("torchtune", "Automodel") and has_schedule:
         given.pop("warmup_steps" if "warmup_ratio" in recipe else "lr_scheduler_type")
@@ -316,7 +318,7 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
     if recipe.get("warmup_steps"):
         given.pop("warmup_ratio", None)
     if tool == "Axolotl" and not {"warmup_steps", "warmup_ratio"} & recipe.keys():
-        found.remarks.append("warmup_steps: null   (3% of the steps, but at most 100 there)")
+        conversion.remarks.append("warmup_steps: null   (3% of the steps, but at most 100 there)")
     if tool == "LLaMA-Factory" and recipe.get("use_peft", True):
         rank = recipe.get("lora_r", 8)
         recipe.setdefault("lora_alpha", 2 * rank if isinstance(rank, int) else 16)
@@ -326,7 +328,7 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
         given |= FOUR_BIT_DEFAULTS[tool]
     if tool == "Axolotl" and any(entry.get("type") != "text" for entry in recipe.get("datasets", ())):
         given["overlength"] = "drop"  # plain text is split, there as here
-    _add_saves(theirs, found, given)
+    _add_saves(settings, conversion, given)
     for key, value in given.items():
         if key not in recipe and ours[key].default != value:
             recipe[key] = value
@@ -336,77 +338,85 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
         recipe.pop(key, None)
 
 
-def _add_saves(theirs: Mapping[str, Any], found: Conversion, given: dict[str, Any]) -> None:
+def _add_saves(settings: Mapping[str, Any], conversion: Conversion, given: dict[str, Any]) -> None:
     """When a tool saves, and how many it keeps, where the file does not say: all but Trainer save every epoch."""
-    recipe = found.recipe
+    recipe = conversion.recipe
     is_said = {"save_steps", "save_strategy", "keep_best_checkpoint"} & recipe.keys()
     if is_said:
         given.pop("save_steps", None)
     epochs = recipe.get("num_train_epochs", given.get("num_train_epochs", 1))
-    once = theirs.get("saves_per_epoch") or theirs.get("save_last_epoch_only") or recipe.get("streaming")
-    once = once or read_section(theirs, "step_scheduler").get("save_checkpoint_every_epoch") is False
+    once = settings.get("saves_per_epoch") or settings.get("save_last_epoch_only") or recipe.get("streaming")
+    once = once or read_section(settings, "step_scheduler").get("save_checkpoint_every_epoch") is False
     if not is_said and "save_steps" not in given and not once and isinstance(epochs, int | float) and epochs > 1:
         recipe["save_strategy"] = "epoch"
     if not {"save_steps", "save_strategy"} & (recipe.keys() | given.keys()) or recipe.get("save_strategy") == "no":
         given.pop("save_total_limit", None)  # one checkpoint, at the end
 
 
-def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    layout = read_layout(found.tool, theirs, text)
-    if found.recipe.get("optim_in_backward") and layout.sharding == "none":
+def _add_layout(settings: Mapping[str, Any], text: str, conversion: Conversion) -> None:
+    layout = read_layout(conversion.tool, settings, text)
+    if conversion.recipe.get("optim_in_backward") and layout.sharding == "none":
         layout = replace(layout, sharding="full")  # the same in one process, and DDP keeps its gradients
     if layout.file is not None:
-        found.recipe["accelerate_config"] = layout.file
-    found.accelerate_file = write_accelerate(layout)
-    found.remarks += layout.remarks()
-    if layout.pure_bf16 and not found.recipe.get("use_peft"):
-        found.recipe.setdefault("dtype", "bfloat16")
-    elif layout.pure_bf16 and found.tool == "torchtune":
-        found.remarks.append("dtype: bf16   (of the adapters and their moments too there; both are in fp32 here)")
-    elif layout.keeps_fp32 and not found.recipe.get("use_peft") and found.recipe.pop("dtype", None) == "bfloat16":
-        found.remarks.append(f"dtype: bfloat16   ({MASTER_WEIGHTS})")
-    if found.recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
-        del found.recipe["activation_offload"]
-        found.remarks.append("activation offloading is dropped: without activation checkpointing there is none here")
-    if found.recipe.get("optim_in_backward") and layout.sharding == "offload":
-        del found.recipe["optim_in_backward"]
-        found.remarks.append("optimizer_in_bwd is dropped: under CPU offload gradients are in host memory already")
+        conversion.recipe["accelerate_config"] = layout.file
+    conversion.accelerate_file = write_accelerate(layout)
+    conversion.remarks += layout.remarks()
+    if layout.pure_bf16 and not conversion.recipe.get("use_peft"):
+        conversion.recipe.setdefault("dtype", "bfloat16")
+    elif layout.pure_bf16 and conversion.tool == "torchtune":
+        conversion.remarks.append("dtype: bf16   (of the adapters and their moments too there; both are in fp32 here)")
+    elif (
+        layout.keeps_fp32
+        and not conversion.recipe.get("use_peft")
+        and conversion.recipe.pop("dtype", None) == "bfloat16"
+    ):
+        conversion.remarks.append(f"dtype: bfloat16   ({MASTER_WEIGHTS})")
+    if conversion.recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
+        del conversion.recipe["activation_offload"]
+        conversion.remarks.append(
+            "activation offloading is dropped: without activation checkpointing there is none here"
+        )
+    if conversion.recipe.get("optim_in_backward") and layout.sharding == "offload":
+        del conversion.recipe["optim_in_backward"]
+        conversion.remarks.append("optimizer_in_bwd is dropped: under CPU offload gradients are in host memory already")
     if layout.file not in (None, "ddp", "ddp_checkpointing") and not layout.checkpointing:
-        found.remarks.append(f"activation checkpointing is on in {layout.file}.yaml: less memory, the same loss")
+        conversion.remarks.append(f"activation checkpointing is on in {layout.file}.yaml: less memory, the same loss")
 
 
-def _remove_contradictions(found: Conversion) -> None:
+def _remove_contradictions(conversion: Conversion) -> None:
     """Removes keys that ask for nothing together with the others, and says so."""
-    recipe = found.recipe
+    recipe = conversion.recipe
     if recipe.get("streaming") and recipe.pop("eval_split_size", None) is not None:
-        found.differences.append("eval_split_size is dropped: rows cannot be held out of a stream; name eval_datasets")
+        conversion.differences.append(
+            "eval_split_size is dropped: rows cannot be held out of a stream; name eval_datasets"
+        )
     for strategy, steps in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
         if strategy in recipe and recipe.pop(steps, None) is not None:
-            found.ignored.append(steps)  # only the strategy steps reads it
+            conversion.ignored.append(steps)  # only the strategy steps reads it
         if recipe.get(strategy) == "no":
             del recipe[strategy]  # without steps the default here
     for key in LOAD_KEYS:
         if not recipe.get("use_peft") and recipe.pop(key, False):
-            found.add_difference(key, True, "only a frozen base can be quantized; every parameter is trained here")
+            conversion.add_difference(key, True, "only a frozen base can be quantized; every parameter is trained here")
     is_stored = BITSANDBYTES_MODEL.search(str(recipe.get("model_name_or_path")).lower()) is not None
     if is_stored and (asked := [key for key in LOAD_KEYS if recipe.pop(key, False)]):
-        found.remarks.append(f"{', '.join(asked)}: left to the model, whose files are quantized already")
+        conversion.remarks.append(f"{', '.join(asked)}: left to the model, whose files are quantized already")
     if read_recipe_quantization(recipe).bits != 4:
-        for key in FOUR_BIT_DEFAULTS[found.tool]:
+        for key in FOUR_BIT_DEFAULTS[conversion.tool]:
             recipe.pop(key, None)
     held_out = "eval_datasets" in recipe or "eval_split_size" in recipe
     for key in ("eval_steps", "eval_strategy"):
         if not held_out and recipe.pop(key, None) is not None:
-            found.remarks.append(f"{key} is dropped: no rows are held out")
+            conversion.remarks.append(f"{key} is dropped: no rows are held out")
     for key in ("early_stopping_patience", "keep_best_checkpoint"):
         if not {"eval_steps", "eval_strategy"} & recipe.keys() and recipe.pop(key, None) is not None:
-            found.differences.append(f"{key} is dropped: it needs eval_steps here")
+            conversion.differences.append(f"{key} is dropped: it needs eval_steps here")
     if recipe.get("lr_scheduler_type") == "polynomial" and "min_lr_ratio" not in recipe:
         rate = recipe.get("learning_rate") or recipe_keys()["learning_rate"].default
         recipe["min_lr_ratio"] = 1e-7 / rate  # lr_end there
     schedule = SCHEDULES.get(str(recipe.get("lr_scheduler_type")))
     if schedule is not None and not schedule.has_end and recipe.pop("min_lr_ratio", None):
-        found.ignored.append("min_lr")  # a rate that does not fall has no use for it
+        conversion.ignored.append("min_lr")  # a rate that does not fall has no use for it
     if recipe.get("warmup_steps", 0) is None:
         del recipe["warmup_steps"]
     for key in [key for key, value in recipe.items() if value is None and recipe_keys()[key].default is None]:

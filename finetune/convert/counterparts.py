@@ -17,7 +17,7 @@ from finetune.config.other_names import PRECISION, TRUNCATED
 Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel"]
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 
-# How a value becomes ours; convert/values.py says what each does. "by-code" is read by convert's own code.
+# How a value becomes ours; convert/rules.py says what each does. "by-code" is read by convert's own code.
 Carry = Literal[
     "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
     "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas",

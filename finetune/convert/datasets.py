@@ -8,12 +8,13 @@ from finetune.config.keys import keys_of
 from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
 from finetune.convert.counterparts import Tool
+from finetune.convert.foreign_values import shorten
 from finetune.convert.model_names import guess_vision_family
 from finetune.convert.rules import (
     BUILDERS,
     Conversion,
+    DataSetEntry,
     Sources,
-    TheirEntry,
     compares_answers,
     find_from_root,
     list_entries,
@@ -22,7 +23,6 @@ from finetune.convert.rules import (
     read_section,
     take_first_rows,
 )
-from finetune.convert.their_values import shorten
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError
@@ -38,7 +38,7 @@ STACK_EXCHANGE = {"prompt": "question", "chosen": "response_j", "rejected": "res
 SUBFOLDER = "read from this folder of the hub data set alone there; here from all of it"
 
 
-def read_torchtune_preferences(entry: TheirEntry, found: Conversion) -> Sources:
+def read_torchtune_preferences(entry: DataSetEntry, conversion: Conversion) -> Sources:
     """Our entries for one of torchtune's; a component that is not known stays unread, and is listed."""
     component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
     entry.flatten("column_map")
@@ -51,7 +51,7 @@ def read_torchtune_preferences(entry: TheirEntry, found: Conversion) -> Sources:
     source = TORCHTUNE_PAIRS.get(component)
     if component == "stack_exchange_paired" and entry.unread.get("source") in (None, source):
         keys["type"] = "messages"
-        found.add_difference(f"{entry.where}.data_dir", "data/rl", SUBFOLDER)
+        conversion.add_difference(f"{entry.where}.data_dir", "data/rl", SUBFOLDER)
     return make_sources([path or source for path in entry.paths("source")], **keys)
 
 
@@ -66,28 +66,28 @@ TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
 TORCHTUNE_SOURCES = {"alpaca": "tatsu-lab/alpaca", "alpaca_cleaned": "yahma/alpaca-cleaned"}
 
 
-def read_torchtune_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
+def read_torchtune_data(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     def sources(key: str) -> Sources:
-        value = theirs.get(key)
+        value = settings.get(key)
         if not isinstance(value, dict):
             entries = list_entries(value, key, source)
             packed = [entry.take("packed") for entry in entries]
-            if key == "dataset" and any(packed) and not compares_answers(found):
-                found.recipe["packing"] = True  # all of them, says torchtune
-            return read_each("torchtune", entries, read, found)
-        entry = TheirEntry.of(key, value)
+            if key == "dataset" and any(packed) and not compares_answers(conversion):
+                conversion.recipe["packing"] = True  # all of them, says torchtune
+            return read_each("torchtune", entries, read, conversion)
+        entry = DataSetEntry.of(key, value)
         if key == "dataset":  # these two become keys of the whole recipe
             entry.take("packed")
             entry.take("train_on_input")
-        return read_each("torchtune", [entry], read, found)
+        return read_each("torchtune", [entry], read, conversion)
 
-    def read(entry: TheirEntry) -> Sources:
-        if compares_answers(found):
-            return read_torchtune_preferences(entry, found)
+    def read(entry: DataSetEntry) -> Sources:
+        if compares_answers(conversion):
+            return read_torchtune_preferences(entry, conversion)
         component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
-        given = entry.unread.get("train_on_input", read_section(theirs, "dataset").get("train_on_input"))
+        given = entry.unread.get("train_on_input", read_section(settings, "dataset").get("train_on_input"))
         if component in TRAINED_PROMPTS and given is None:
-            found.recipe["assistant_only_loss"] = False  # the default of these two
+            conversion.recipe["assistant_only_loss"] = False  # the default of these two
         if component in TORCHTUNE_FORMATS:
             entry.take("_component_")
         keys = _torchtune_columns(entry, component)
@@ -99,7 +99,7 @@ def read_torchtune_data(theirs: Mapping[str, Any], source: Path, found: Conversi
     return sources("dataset"), sources("dataset_val")
 
 
-def _torchtune_columns(entry: TheirEntry, component: str) -> dict[str, Any]:
+def _torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, Any]:
     entry.flatten("column_map")
     keys = {
         "type": TORCHTUNE_FORMATS.get(component),
@@ -135,12 +135,14 @@ BY_CODE = (
 )
 
 
-def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
+def read_automodel_data(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     def sources(key: str) -> Sources:
-        value = theirs.get(key)
-        return read_each("Automodel", [TheirEntry.of(key, value)], read, found) if isinstance(value, dict) else []
+        value = settings.get(key)
+        return (
+            read_each("Automodel", [DataSetEntry.of(key, value)], read, conversion) if isinstance(value, dict) else []
+        )
 
-    def read(entry: TheirEntry) -> Sources:
+    def read(entry: DataSetEntry) -> Sources:
         kind = str(entry.take("_target_")).rsplit(".", 1)[-1]
         entry.flatten("column_mapping", "tokenizer")
         path = next((p for p in map(entry.take, ("path_or_dataset_id", "path_or_dataset", "dataset_name")) if p), None)
@@ -156,19 +158,21 @@ def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversi
         if question and answer and not entry.unread.get("column_mapping.context"):
             keys |= {"type": "messages", "prompt_column": question, "completion_column": answer}
             if entry.take("answer_only_loss_mask") is False:
-                found.recipe["assistant_only_loss"] = False
+                conversion.recipe["assistant_only_loss"] = False
         elif kind in AUTOMODEL_FORMATS:
             keys["type"] = AUTOMODEL_FORMATS[kind]
-            found.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[keys['type']]}")
+            conversion.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[keys['type']]}")
         elif kind != "ChatDataset":
-            found.add_difference(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
-            found.to_do.append(f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above")
+            conversion.add_difference(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
+            conversion.to_do.append(f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above")
         if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
-            found.remarks.append(f"{entry.where}: under a chat template the header of an answer is trained too there")
+            conversion.remarks.append(
+                f"{entry.where}: under a chat template the header of an answer is trained too there"
+            )
         template = entry.take("chat_template")
         if template:
             is_file = str(template).endswith(".jinja") and find_from_root(source, str(template))
-            found.recipe["chat_template"] = str(is_file or template)
+            conversion.recipe["chat_template"] = str(is_file or template)
         paths = path if isinstance(path, list) else [path]
         limit = next((limit for limit in limits if limit), None)
         return [take_first_rows(read, limit) for read in make_sources(paths, **keys)]
@@ -188,7 +192,7 @@ OWN_TEMPLATES = ("chatml", "llama3")
 KNOWN_COLUMNS = ("prompt", "chosen", "rejected", "messages", "completion", "label")
 
 
-def read_axolotl_preferences(entry: TheirEntry, method: str, found: Conversion) -> Sources:
+def read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conversion) -> Sources:
     """Our entries for one of Axolotl's; a type that is not known stays unread, and is listed."""
     kind = entry.unread.get("type")
     entry.flatten("type", "message_property_mappings", "roles")
@@ -211,11 +215,11 @@ def read_axolotl_preferences(entry: TheirEntry, method: str, found: Conversion) 
         entry.take("type")
     keys |= {key: entry.take(f"field_{key[:-7]}") or keys.get(key) for key in ("chosen_column", "rejected_column")}
     if template in OWN_TEMPLATES and "type" not in entry.unread:
-        found.recipe.setdefault("chat_template", template)
+        conversion.recipe.setdefault("chat_template", template)
     return make_sources(entry.paths(), **keys)
 
 
-def take_factory_columns(entry: TheirEntry, is_chat: bool, method: str) -> dict[str, Any]:
+def take_factory_columns(entry: DataSetEntry, is_chat: bool, method: str) -> dict[str, Any]:
     """The columns of an entry of dataset_info.json. Those that are called as usual need no key."""
     taken = {name: entry.take(f"columns.{name}") for name in ("messages", "prompt", "chosen", "rejected")}
     entry.take("ranking")
@@ -251,8 +255,8 @@ PROMPT_ALONE = (
 )
 
 
-def add_sources(tool: Tool, theirs: Mapping[str, Any], source: Path, found: Conversion) -> None:
-    """`datasets` and `eval_datasets` of the recipe. Raises `UserError` where theirs are no data sets."""
+def add_sources(tool: Tool, settings: Mapping[str, Any], source: Path, conversion: Conversion) -> None:
+    """`datasets` and `eval_datasets` of the recipe. Raises `UserError` where a file names none."""
     readers = {
         "TRL": _trl_data,
         "Axolotl": _axolotl_data,
@@ -260,18 +264,18 @@ def add_sources(tool: Tool, theirs: Mapping[str, Any], source: Path, found: Conv
         "torchtune": read_torchtune_data,
         "Automodel": read_automodel_data,
     }
-    train, held_out = readers[tool](theirs, source, found)
+    train, held_out = readers[tool](settings, source, conversion)
     if train:
-        found.recipe["datasets"] = train
+        conversion.recipe["datasets"] = train
     if held_out:
-        found.recipe["eval_datasets"] = held_out
-        if found.recipe.pop("eval_split_size", None) is not None:
-            found.remarks.append("eval_split_size is dropped: the file also names a held-out data set")
-    if found.recipe.get("assistant_only_loss") is False:
+        conversion.recipe["eval_datasets"] = held_out
+        if conversion.recipe.pop("eval_split_size", None) is not None:
+            conversion.remarks.append("eval_split_size is dropped: the file also names a held-out data set")
+    if conversion.recipe.get("assistant_only_loss") is False:
         masked = [i for i, entry in enumerate(train) if _is_prompt_alone(entry)]
-        found.remarks += [f"datasets[{i}]: assistant_only_loss: false {PROMPT_ALONE}" for i in masked]
+        conversion.remarks += [f"datasets[{i}]: assistant_only_loss: false {PROMPT_ALONE}" for i in masked]
         if masked and len(masked) == len(train):
-            del found.recipe["assistant_only_loss"]
+            del conversion.recipe["assistant_only_loss"]
 
 
 def _is_prompt_alone(entry: Mapping[str, Any]) -> bool:
@@ -279,54 +283,56 @@ def _is_prompt_alone(entry: Mapping[str, Any]) -> bool:
     return "prompt_column" in entry if "type" not in entry else entry["type"] == "prompt_completion"
 
 
-def _trl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    text = theirs.get("dataset_text_field")
+def _trl_data(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+    text = settings.get("dataset_text_field")
     by_name = {
-        "path": theirs.get("dataset_name"),
-        "name": theirs.get("dataset_config"),
-        "split": theirs.get("dataset_train_split"),
+        "path": settings.get("dataset_name"),
+        "name": settings.get("dataset_config"),
+        "split": settings.get("dataset_train_split"),
         "text_column": text if text != "text" else None,
     }
-    entries = list_entries(theirs.get("datasets"), "datasets", source) or read_mixture(theirs, source, found)
-    mixed, held_out_of_it = read_mixer(theirs, found)
+    entries = list_entries(settings.get("datasets"), "datasets", source) or read_mixture(settings, source, conversion)
+    mixed, held_out_of_it = read_mixer(settings, conversion)
     if mixed:
         return mixed, held_out_of_it
     if entries and by_name["path"]:
-        found.remarks.append(f"dataset_name: {shorten(by_name['path'])} is dropped: datasets is given too")
+        conversion.remarks.append(f"dataset_name: {shorten(by_name['path'])} is dropped: datasets is given too")
 
-    def read(entry: TheirEntry) -> Sources:
+    def read(entry: DataSetEntry) -> Sources:
         columns = entry.unread.get("columns")  # that alignment-handbook selects
-        if compares_answers(found) and isinstance(columns, list) and set(columns) <= set(KNOWN_COLUMNS):
+        if compares_answers(conversion) and isinstance(columns, list) and set(columns) <= set(KNOWN_COLUMNS):
             entry.take("columns")
         keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}  # ours are welcome too
         return make_sources(entry.paths(), **keys)
 
-    train = [s for s in read_each("TRL", entries or [TheirEntry.of("dataset", by_name)], read, found) if "path" in s]
-    held_out = read_each("TRL", list_entries(theirs.get("eval_datasets"), "eval_datasets", source), read, found)
-    wants_held_out = str(theirs.get("eval_strategy", theirs.get("evaluation_strategy", "no"))) != "no"
-    if wants_held_out and not held_out and "eval_split_size" not in found.recipe:
-        held_out = [entry | {"split": theirs.get("dataset_test_split", "test")} for entry in train[:1]]
+    train = [
+        s for s in read_each("TRL", entries or [DataSetEntry.of("dataset", by_name)], read, conversion) if "path" in s
+    ]
+    held_out = read_each("TRL", list_entries(settings.get("eval_datasets"), "eval_datasets", source), read, conversion)
+    wants_held_out = str(settings.get("eval_strategy", settings.get("evaluation_strategy", "no"))) != "no"
+    if wants_held_out and not held_out and "eval_split_size" not in conversion.recipe:
+        held_out = [entry | {"split": settings.get("dataset_test_split", "test")} for entry in train[:1]]
     return train, held_out
 
 
-def _axolotl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
+def _axolotl_data(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     def entries(name: str) -> Sources:
-        listed = list_entries(theirs.get(name), name, source)
+        listed = list_entries(settings.get(name), name, source)
         styles.update(str(entry.unread.get("type")) for entry in listed)
-        return read_each("Axolotl", listed, lambda entry: _axolotl_sources(entry, found), found)
+        return read_each("Axolotl", listed, lambda entry: _axolotl_sources(entry, conversion), conversion)
 
     styles: set[str] = set()
     train, held_out = [*entries("datasets"), *entries("pretraining_dataset")], entries("test_datasets")
     if styles - {"completion"} == {"alpaca"}:
-        found.recipe["chat_template"] = "alpaca"
+        conversion.recipe["chat_template"] = "alpaca"
     elif "alpaca" in styles:
-        found.add_difference("datasets.type", "alpaca", ALPACA_PROMPT)
+        conversion.add_difference("datasets.type", "alpaca", ALPACA_PROMPT)
     return train, held_out
 
 
-def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
-    if compares_answers(found):
-        return read_axolotl_preferences(entry, found.recipe["method"], found)
+def _axolotl_sources(entry: DataSetEntry, conversion: Conversion) -> Sources:
+    if compares_answers(conversion):
+        return read_axolotl_preferences(entry, conversion.recipe["method"], conversion)
     entry.flatten("type", "message_property_mappings", "roles")
     kind = entry.unread.get("type")
     name = str(kind).split(".")[0].split(":")[0]
@@ -335,7 +341,7 @@ def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
     if name in FORMATS:
         entry.take("type")
     if name == "alpaca" and kind != name:
-        found.add_difference(f"{entry.where}.type", kind, ALPACA_STYLE)
+        conversion.add_difference(f"{entry.where}.type", kind, ALPACA_STYLE)
     if keys["type"] == "text":
         keys["text_column"] = entry.take("field") or entry.take("text_column")
     if has_columns:
@@ -347,52 +353,52 @@ def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
     return make_sources(entry.paths(), messages_column=entry.take("field_messages"), **keys)
 
 
-def _factory_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    listed = Path(str(theirs.get("dataset_dir", "data"))) / "dataset_info.json"
+def _factory_data(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+    listed = Path(str(settings.get("dataset_dir", "data"))) / "dataset_info.json"
     info_path = find_from_root(source, listed) or source.parent / listed
     info = load_json(info_path, "fix it, or name another dataset_dir") if info_path.is_file() else {}
-    method = found.recipe.get("method", "sft")
+    method = conversion.recipe.get("method", "sft")
 
     def sources(key: str) -> Sources:
-        wanted = theirs.get(key) or []
+        wanted = settings.get(key) or []
         if not isinstance(wanted, str | list):
             raise UserError(
                 f"{source}: {key}: names are expected, found {shorten(wanted)}; write them with commas between"
             )
         names = [str(name).strip() for name in (wanted.split(",") if isinstance(wanted, str) else wanted)]
-        limit = theirs.get("max_samples")
+        limit = settings.get("max_samples")
         return [take_first_rows(read, limit) for name in names if name for read in of_name(name)]
 
     def of_name(name: str) -> Sources:
         keys = info.get(name)
         if keys is None:
-            found.to_do.append(f"datasets: {name} is not in {info_path}; put its file or hub name as path")
+            conversion.to_do.append(f"datasets: {name} is not in {info_path}; put its file or hub name as path")
             return [{"path": name}]
         if not isinstance(keys, dict):
             raise UserError(
                 f"{info_path}: {name}: a mapping is expected, found {shorten(keys)}; name its file_name there"
             )
-        entry = TheirEntry.of(f"{info_path.name}: {name}", keys)
+        entry = DataSetEntry.of(f"{info_path.name}: {name}", keys)
         return read_each(
             "LLaMA-Factory",
             [entry],
             lambda entry: add_images(_factory_sources(entry, info_path.parent, method), entry),
-            found,
+            conversion,
         )
 
-    def add_images(read: Sources, entry: TheirEntry) -> Sources:
-        folder = theirs.get("media_dir")
+    def add_images(read: Sources, entry: DataSetEntry) -> Sources:
+        folder = settings.get("media_dir")
         if "columns.images" not in entry.unread:
             return read
-        if found.images is None and found.recipe.pop("chat_template", None):
-            found.remarks.append(f"{entry.where}: the tokenizer's own template, which writes the images")
-        found.images = found.images or guess_vision_family(str(theirs.get("model_name_or_path")))
+        if conversion.images is None and conversion.recipe.pop("chat_template", None):
+            conversion.remarks.append(f"{entry.where}: the tokenizer's own template, which writes the images")
+        conversion.images = conversion.images or guess_vision_family(str(settings.get("model_name_or_path")))
         return [source | {"image_folder": str(folder)} for source in read] if folder else read
 
     return sources("dataset"), sources("eval_dataset")
 
 
-def _factory_sources(entry: TheirEntry, folder: Path, method: str) -> Sources:
+def _factory_sources(entry: DataSetEntry, folder: Path, method: str) -> Sources:
     entry.flatten("columns", "tags")
     columns = {key.removeprefix("columns."): value for key, value in entry.unread.items() if key.startswith("columns.")}
     is_chat = entry.unread.get("formatting") == "sharegpt"

@@ -10,12 +10,12 @@ from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
 from finetune.convert.counterparts import Counterpart, Tool
+from finetune.convert.foreign_values import shorten
 from finetune.convert.hints import find_texts
 from finetune.convert.rules import Conversion, convert_names, read_section
-from finetune.convert.their_values import shorten
 from finetune.files.json_files import read_json_object
 
-Found = tuple[str, str, bool]  # what was found in a file, the capability that it asks for, whether the file trains
+Unsupported = tuple[str, str, bool]  # evidence in a file, the capability that it asks for, whether the file trains
 
 # Names of models -> model_type, the first that fits.
 FAMILIES = (
@@ -129,28 +129,28 @@ def is_mixture(name: str) -> bool:
     return any(pattern.search(name.lower()) for pattern in (MIXTURE, MOE_MODEL))
 
 
-def name_model(theirs: Mapping[str, Any]) -> str:
+def name_model(settings: Mapping[str, Any]) -> str:
     """The model of a file, by whatever key the tool has for it."""
     return str(
-        theirs.get("base_model")
-        or theirs.get("model_name_or_path")
-        or read_section(theirs, "model").get("pretrained_model_name_or_path")
-        or read_section(theirs, "checkpointer").get("checkpoint_dir")
+        settings.get("base_model")
+        or settings.get("model_name_or_path")
+        or read_section(settings, "model").get("pretrained_model_name_or_path")
+        or read_section(settings, "checkpointer").get("checkpoint_dir")
         or ""
     )
 
 
-def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
+def find_refused_models(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
     """The reasons for which a file's model is not trained here, by its name and the keys that go with it."""
     for key in MOE_KEYS:
-        value = theirs.get(key)
+        value = settings.get(key)
         if value not in (None, False, 1, ""):
             yield f"{key}: {value}", MOE_CAUSE, True
-    name = name_model(theirs)
+    name = name_model(settings)
     lower = name.lower()
     if (Path(name).expanduser() / CONFIG_FILE).is_file():
         return  # by which the rules of a run judge it
-    asks = any(theirs.get(key) for key in FEW_BITS) and not has_fused_experts(guess_family(name) or "")
+    asks = any(settings.get(key) for key in FEW_BITS) and not has_fused_experts(guess_family(name) or "")
     if is_mixture(name) and (asks or QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)):
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in (
@@ -165,47 +165,49 @@ def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
             yield name, cause, True
 
 
-def report_classes(theirs: Mapping[str, Any], found: Conversion) -> None:
+def report_classes(settings: Mapping[str, Any], conversion: Conversion) -> None:
     """What Automodel's own classes of models do otherwise, and the layers to which its file gives no adapters."""
-    if found.tool != "Automodel":
+    if conversion.tool != "Automodel":
         return
-    name, peft = name_model(theirs), read_section(theirs, "peft")
-    if BALANCED.search(name.lower()) and not read_section(theirs, "model").get("force_hf"):
-        found.add_difference("model", name, AUXILIARY)
+    name, peft = name_model(settings), read_section(settings, "peft")
+    if BALANCED.search(name.lower()) and not read_section(settings, "model").get("force_hf"):
+        conversion.add_difference("model", name, AUXILIARY)
     if not peft:
         return
-    found.remarks.append("peft: adapters have the base's dtype and another start there, fp32 and peft's start here")
+    conversion.remarks.append(
+        "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
+    )
     excluded, targets = convert_names(peft.get("exclude_modules")) or [], peft.get("target_modules")
     unadaptable = find_family(guess_family(name) or "").unadaptable
     left = [each for each in excluded if not NOT_OF_TEXT.search(each) and each.split(".")[-1] not in unadaptable]
     if left:
-        found.add_difference("peft.exclude_modules", left, "they get adapters here", "LoRA without some layers")
+        conversion.add_difference("peft.exclude_modules", left, "they get adapters here", "LoRA without some layers")
     is_all = peft.get("match_all_linear") or targets in (["*"], "*") or excluded
     if is_all and not any("head" in each for each in excluded):
         key = next(key for key in ("match_all_linear", "target_modules", "exclude_modules") if peft.get(key))
-        found.add_difference(f"peft.{key}", peft[key], "the head gets an adapter too there", "LoRA on the head")
+        conversion.add_difference(f"peft.{key}", peft[key], "the head gets an adapter too there", "LoRA on the head")
     layers = find_linear_layers(guess_family(name) or "")
     if is_all:
-        found.recipe["lora_target_modules"] = "all-linear"
+        conversion.recipe["lora_target_modules"] = "all-linear"
     elif not targets or "*_proj" in str(targets):  # the default, too
         projections = sorted(layer for layer in layers if layer.endswith("_proj"))
-        found.recipe["lora_target_modules"] = projections if len(projections) < len(layers) else "all-linear"
+        conversion.recipe["lora_target_modules"] = projections if len(projections) < len(layers) else "all-linear"
 
 
-def find_images(tool: Tool, theirs: Mapping[str, Any]) -> tuple[str, str | None]:
+def find_images(tool: Tool, settings: Mapping[str, Any]) -> tuple[str, str | None]:
     """(the key by which a file trains on images, the model_type of its whole model); none if it trains on text."""
-    keys = [key for key in IMAGE_KEYS.get(tool, ()) if theirs.get(key) is not None]
-    template, components = str(theirs.get("template")), " ".join(find_texts(theirs, "_component_"))
-    if tool == "LLaMA-Factory" and (re.search("_vl$|_vl_", template) or "mllm" in str(theirs.get("dataset"))):
+    keys = [key for key in IMAGE_KEYS.get(tool, ()) if settings.get(key) is not None]
+    template, components = str(settings.get("template")), " ".join(find_texts(settings, "_component_"))
+    if tool == "LLaMA-Factory" and (re.search("_vl$|_vl_", template) or "mllm" in str(settings.get("dataset"))):
         keys.append("template")
     if tool == "torchtune" and re.search("vision|multimodal|clip", components):
         return "model", "mllama"  # its only family
-    target = f"{theirs.get('recipe')} {read_section(theirs, 'model').get('_target_')}"
+    target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
     if tool == "Automodel" and re.search("ForVLM|ImageText", target):
         keys.append("model")
     if not keys:
         return "", None
-    name = name_model(theirs)
+    name = name_model(settings)
     config = read_json_object(Path(name).expanduser() / "config.json")
     return keys[0], str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
 
@@ -265,52 +267,52 @@ OTHER_STYLES = ("alpaca", "metharme")  # Axolotl's names that are of no model
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 
 
-def set_template(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
-    """Names our template for theirs, or says that none is known here."""
+def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
+    """Names our template for the tool's, or says that none is known here."""
     name = str(value)
-    if found.images:
-        found.remarks.append(f"{key}: {shorten(value)}   (the tokenizer's own template, which writes the images)")
+    if conversion.images:
+        conversion.remarks.append(f"{key}: {shorten(value)}   (the tokenizer's own template, which writes the images)")
         return
     if name in OWN_TEMPLATE and pair.key != "template":  # LLaMA-Factory's default writes `Human:`
         return
     if (ours := TEMPLATES.get(name.lower())) is not None:
-        found.recipe["chat_template"] = ours
-        compare_turns(key, name, found)
-    elif found.tool == "Axolotl" and name not in OTHER_STYLES:
+        conversion.recipe["chat_template"] = ours
+        compare_turns(key, name, conversion)
+    elif conversion.tool == "Axolotl" and name not in OTHER_STYLES:
         note = "the tokenizer's own template is used; name a file for another"
-        found.remarks.append(f"{key}: {shorten(value)}   ({note})")
+        conversion.remarks.append(f"{key}: {shorten(value)}   ({note})")
     else:
-        found.add_difference(key, value, "its turns are not known here; name a file for chat_template")
+        conversion.add_difference(key, value, "its turns are not known here; name a file for chat_template")
 
 
-def add_tokenizers_turns(theirs: Mapping[str, Any], found: Conversion) -> None:
+def add_tokenizers_turns(settings: Mapping[str, Any], conversion: Conversion) -> None:
     """The chat format, which torchtune's tokenizers and mistral-common have built in whatever the model's files say."""
-    if theirs.get("tokenizer_use_mistral_common") and not found.images:
-        model = str(theirs.get("base_model")).lower()
+    if settings.get("tokenizer_use_mistral_common") and not conversion.images:
+        model = str(settings.get("base_model")).lower()
         named = next((name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None)
         if named is None:
-            found.add_difference("tokenizer_use_mistral_common", True, "the tokenizer's own template is used")
+            conversion.add_difference("tokenizer_use_mistral_common", True, "the tokenizer's own template is used")
         else:
-            found.recipe["chat_template"] = named
-    tokenizer, data = read_section(theirs, "tokenizer"), str(read_section(theirs, "dataset").get("_component_"))
+            conversion.recipe["chat_template"] = named
+    tokenizer, data = read_section(settings, "tokenizer"), str(read_section(settings, "dataset").get("_component_"))
     name = TOKENIZERS.get(str(tokenizer.get("_component_")).rsplit(".", 1)[-1])
     if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):
         return
-    found.recipe["chat_template"] = name
-    compare_turns("tokenizer._component_", str(tokenizer["_component_"]), found)
-    if name in ("llama3", "chatml", "phi3", "phi4") and found.recipe.get("assistant_only_loss") is not False:
-        found.remarks.append("chat_template: the header of an answer is trained too there, about three tokens")
+    conversion.recipe["chat_template"] = name
+    compare_turns("tokenizer._component_", str(tokenizer["_component_"]), conversion)
+    if name in ("llama3", "chatml", "phi3", "phi4") and conversion.recipe.get("assistant_only_loss") is not False:
+        conversion.remarks.append("chat_template: the header of an answer is trained too there, about three tokens")
 
 
-def compare_turns(key: str, value: str, found: Conversion) -> None:
+def compare_turns(key: str, value: str, conversion: Conversion) -> None:
     """Reports where their template of that name and ours differ: in the text, or in the tokens that are trained."""
-    if note := OTHER_TURNS.get((found.tool, value.rsplit(".", 1)[-1])):
-        found.add_difference(key, value, note)
-    name = found.recipe["chat_template"]
-    if found.tool == "LLaMA-Factory" and name in BREAKS:
-        found.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")
-    if found.tool == "LLaMA-Factory" and name in TRIMMED:
-        found.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
+    if note := OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1])):
+        conversion.add_difference(key, value, note)
+    name = conversion.recipe["chat_template"]
+    if conversion.tool == "LLaMA-Factory" and name in BREAKS:
+        conversion.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")
+    if conversion.tool == "LLaMA-Factory" and name in TRIMMED:
+        conversion.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
 
 
 WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
@@ -331,82 +333,86 @@ CHATML = "<|im_end|>"
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def adapt_model(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """Adds to `found` what several keys together say of the model: its tokens, what is frozen of it, and its images."""
-    _adapt_tokens(theirs, found)
-    _adapt_frozen(theirs, found)
-    _adapt_images(theirs, found)
+def adapt_model(settings: Mapping[str, Any], conversion: Conversion) -> None:
+    """Adds what several keys together say of the model: its tokens, what is frozen of it, and its images."""
+    _adapt_tokens(settings, conversion)
+    _adapt_frozen(settings, conversion)
+    _adapt_images(settings, conversion)
 
 
-def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
+def _adapt_tokens(settings: Mapping[str, Any], conversion: Conversion) -> None:
     """Tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without adapters."""
-    section = read_section(theirs, "special_tokens")
+    section = read_section(settings, "special_tokens")
     special = {name: section.get(name) for name in TOKEN_NAMES}
-    special |= {"eos_token": theirs["eos_token"]} if found.tool == "TRL" and "eos_token" in theirs else {}
-    if found.recipe.get("use_peft") or theirs.get("adapter") or theirs.get("finetuning_type") == "lora":
-        found.ignored += ["special_tokens.pad_token"] if special.pop("pad_token") else []  # padding is not trained on
+    special |= {"eos_token": settings["eos_token"]} if conversion.tool == "TRL" and "eos_token" in settings else {}
+    if conversion.recipe.get("use_peft") or settings.get("adapter") or settings.get("finetuning_type") == "lora":
+        conversion.ignored += (
+            ["special_tokens.pad_token"] if special.pop("pad_token") else []
+        )  # padding is not trained on
     if named := {name: str(token) for name, token in special.items() if token}:
-        found.recipe["special_tokens"] = named
-    keys = {"Axolotl": ("tokens",), "LLaMA-Factory": ("add_tokens", "add_special_tokens")}.get(found.tool, ())
-    given = [theirs.get(key) for key in keys] + [section.get("additional_special_tokens")]
+        conversion.recipe["special_tokens"] = named
+    keys = {"Axolotl": ("tokens",), "LLaMA-Factory": ("add_tokens", "add_special_tokens")}.get(conversion.tool, ())
+    given = [settings.get(key) for key in keys] + [section.get("additional_special_tokens")]
     added = [name for value in given if value for name in convert_names(value) or ()]
     if added:
-        found.recipe["added_tokens"] = list(dict.fromkeys(added))
-    if found.tool == "TRL" and CHATML in str(theirs.get("chat_template")):  # by its setup_chat_format
-        found.recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
-        found.recipe["special_tokens"] = {"eos_token": CHATML} | found.recipe.get("special_tokens", {})
-    if found.tool == "Axolotl" and theirs.get("resize_token_embeddings_to_32x"):
-        found.recipe["pad_vocab_to_multiple_of"] = 32
+        conversion.recipe["added_tokens"] = list(dict.fromkeys(added))
+    if conversion.tool == "TRL" and CHATML in str(settings.get("chat_template")):  # by its setup_chat_format
+        conversion.recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
+        conversion.recipe["special_tokens"] = {"eos_token": CHATML} | conversion.recipe.get("special_tokens", {})
+    if conversion.tool == "Axolotl" and settings.get("resize_token_embeddings_to_32x"):
+        conversion.recipe["pad_vocab_to_multiple_of"] = 32
 
 
-def _adapt_frozen(theirs: Mapping[str, Any], found: Conversion) -> None:
+def _adapt_frozen(settings: Mapping[str, Any], conversion: Conversion) -> None:
     """What is trained of a model in full: LLaMA-Factory's layers by their numbers, and names of a model with images."""
-    patterns = found.recipe.get("trainable_modules")
-    if patterns and (found.recipe.get("use_peft") or any(re.search(WHOLE_TEXT_MODEL, str(name)) for name in patterns)):
-        del found.recipe["trainable_modules"]  # LoRA freezes all there too; else all that is loaded here is named
-        found.remarks.append(
+    patterns = conversion.recipe.get("trainable_modules")
+    if patterns and (
+        conversion.recipe.get("use_peft") or any(re.search(WHOLE_TEXT_MODEL, str(name)) for name in patterns)
+    ):
+        del conversion.recipe["trainable_modules"]  # LoRA freezes all there too; else all that is loaded here is named
+        conversion.remarks.append(
             "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it by itself"
         )
-    if theirs.get("finetuning_type") != "freeze" or found.tool != "LLaMA-Factory":
+    if settings.get("finetuning_type") != "freeze" or conversion.tool != "LLaMA-Factory":
         return
-    layers = theirs.get("freeze_trainable_layers", 2)
-    modules = convert_names(theirs.get("freeze_trainable_modules", "all")) or []
-    found.recipe["use_peft"] = False
+    layers = settings.get("freeze_trainable_layers", 2)
+    modules = convert_names(settings.get("freeze_trainable_modules", "all")) or []
+    conversion.recipe["use_peft"] = False
     if not isinstance(layers, int) or layers > 0:  # the last ones, whose numbers hang on the model
-        name = str(theirs.get("model_name_or_path")).lower()
+        name = str(settings.get("model_name_or_path")).lower()
         depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
         if depth is None or not isinstance(layers, int):
             note = f"trainable_modules: name the last {layers} layers, as in layers.(30|31)"
-            found.to_do.append(f"freeze_trainable_layers: {layers}: {note}")
+            conversion.to_do.append(f"freeze_trainable_layers: {layers}: {note}")
             return
         numbers = range(depth - layers, depth)
     else:
         numbers = range(-layers)
     inner = "" if "all" in modules else rf"\.({'|'.join(modules)})"
-    extra = convert_names(theirs.get("freeze_extra_modules")) or []
-    found.recipe["trainable_modules"] = [f"layers.({'|'.join(map(str, numbers))}){inner}", *extra]
+    extra = convert_names(settings.get("freeze_extra_modules")) or []
+    conversion.recipe["trainable_modules"] = [f"layers.({'|'.join(map(str, numbers))}){inner}", *extra]
 
 
-def _adapt_images(theirs: Mapping[str, Any], found: Conversion) -> None:
+def _adapt_images(settings: Mapping[str, Any], conversion: Conversion) -> None:
     """What a tool trains of a vision-language model beside the language model, which is trained alone here."""
-    if found.images is None:
+    if conversion.images is None:
         return
-    frozen = {"LLaMA-Factory": theirs, "Automodel": read_section(theirs, "freeze_config")}.get(found.tool, {})
+    frozen = {"LLaMA-Factory": settings, "Automodel": read_section(settings, "freeze_config")}.get(conversion.tool, {})
     for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_audio_tower"):
         if frozen.get(key) is False:
-            found.add_difference(key, False, TRAINED_TOWER)
+            conversion.add_difference(key, False, TRAINED_TOWER)
     if frozen.get("freeze_language_model"):
-        found.add_difference(
+        conversion.add_difference(
             "freeze_language_model", True, "trained here; trainable_modules: [visual] trains the tower"
         )
-    if found.tool == "Automodel" and frozen.get("freeze_embeddings") and not found.recipe.get("use_peft"):
-        found.add_difference("freeze_embeddings", True, "the embedding is trained here, in full fine-tuning")
-    if found.tool != "Axolotl":
+    if conversion.tool == "Automodel" and frozen.get("freeze_embeddings") and not conversion.recipe.get("use_peft"):
+        conversion.add_difference("freeze_embeddings", True, "the embedding is trained here, in full fine-tuning")
+    if conversion.tool != "Axolotl":
         return
-    targets = "all-linear" if theirs.get("lora_target_linear") else theirs.get("lora_target_modules")
-    if not theirs.get("adapter"):
-        found.add_difference("adapter", None, TRAINED_TOWER)
+    targets = "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
+    if not settings.get("adapter"):
+        conversion.add_difference("adapter", None, TRAINED_TOWER)
     elif "language_model" not in str(targets):
-        found.add_difference("lora_target_modules", targets, "layers of the vision tower by these names too there")
-    if "train_on_inputs" not in theirs:
-        found.add_difference("processor_type", theirs.get("processor_type"), IMAGE_LABELS)
+        conversion.add_difference("lora_target_modules", targets, "layers of the vision tower by these names too there")
+    if "train_on_inputs" not in settings:
+        conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)

@@ -12,7 +12,7 @@ from finetune.config.optimization import OPTIMIZERS, convert_optimizer
 from finetune.config.quantization import QLORA
 from finetune.config.schema import recipe_keys
 from finetune.convert.counterparts import DATA_SET_KEYS, NOTES, Counterpart, Tool, list_counterparts
-from finetune.convert.their_values import convert_number, read_number, shorten
+from finetune.convert.foreign_values import convert_number, read_number, shorten
 from finetune.errors import UserError
 
 DIONS_MUON = (
@@ -48,69 +48,69 @@ class Conversion:
             self.differences[same] = f"{self.differences[same].removesuffix(end)}, {line}{end}"
 
 
-def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    """Adds to `found` what only several keys of `theirs` together determine; `text` is the file with its comments."""
+def adapt_tool(settings: Mapping[str, Any], text: str, conversion: Conversion) -> None:
+    """Adds what only several keys together determine; `text` is the file with its comments."""
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
-    if found.tool in rules:
-        rules[found.tool](theirs, text, found)
-    decays_all = found.tool in ("torchtune", "Automodel") or theirs.get("use_muon")
-    if decays_all and not found.recipe.get("use_peft") and found.recipe.get("weight_decay"):
-        found.remarks.append("weight_decay: norms and biases are decayed too there, matrices alone here")
+    if conversion.tool in rules:
+        rules[conversion.tool](settings, text, conversion)
+    decays_all = conversion.tool in ("torchtune", "Automodel") or settings.get("use_muon")
+    if decays_all and not conversion.recipe.get("use_peft") and conversion.recipe.get("weight_decay"):
+        conversion.remarks.append("weight_decay: norms and biases are decayed too there, matrices alone here")
 
 
-def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    total, micro = theirs.get("batch_size"), theirs.get("micro_batch_size") or 1
-    if isinstance(total, int) and isinstance(micro, int) and "gradient_accumulation_steps" not in theirs:
-        found.recipe["gradient_accumulation_steps"] = max(1, total // micro)
+def _adapt_axolotl(settings: Mapping[str, Any], text: str, conversion: Conversion) -> None:
+    total, micro = settings.get("batch_size"), settings.get("micro_batch_size") or 1
+    if isinstance(total, int) and isinstance(micro, int) and "gradient_accumulation_steps" not in settings:
+        conversion.recipe["gradient_accumulation_steps"] = max(1, total // micro)
     for per_epoch, ours in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
-        events, epochs = convert_number(theirs.get(per_epoch)), convert_number(theirs.get("num_epochs") or 1)
+        events, epochs = convert_number(settings.get(per_epoch)), convert_number(settings.get("num_epochs") or 1)
         if isinstance(events, int | float) and isinstance(epochs, int | float) and events * epochs > 1:
-            found.recipe[ours] = 1 / (events * epochs)  # else at the end only, there too
-    if theirs.get("pretraining_dataset"):
-        found.recipe["streaming"] = True
-    optim = found.recipe.get("optim")
-    if optim and OPTIMIZERS[optim].count_matrix and ("fsdp_config" in theirs or theirs.get("fsdp")):
-        found.add_difference("optimizer", optim, DIONS_MUON)
-    elif optim and OPTIMIZERS[optim].count_matrix and not found.recipe.get("use_peft"):
-        found.add_difference("optimizer", optim, "norms and biases are not trained there")
+            conversion.recipe[ours] = 1 / (events * epochs)  # else at the end only, there too
+    if settings.get("pretraining_dataset"):
+        conversion.recipe["streaming"] = True
+    optim = conversion.recipe.get("optim")
+    if optim and OPTIMIZERS[optim].count_matrix and ("fsdp_config" in settings or settings.get("fsdp")):
+        conversion.add_difference("optimizer", optim, DIONS_MUON)
+    elif optim and OPTIMIZERS[optim].count_matrix and not conversion.recipe.get("use_peft"):
+        conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
 
 
-def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    model = read_section(theirs, "model")
-    folder = str(read_section(theirs, "checkpointer").get("checkpoint_dir") or "")
+def _adapt_torchtune(settings: Mapping[str, Any], text: str, conversion: Conversion) -> None:
+    model = read_section(settings, "model")
+    folder = str(read_section(settings, "checkpointer").get("checkpoint_dir") or "")
     downloaded = {local.rstrip("/"): hub for hub, local in DOWNLOAD.findall(text)}
-    found.recipe["model_name_or_path"] = downloaded.get(folder.rstrip("/"), folder)
+    conversion.recipe["model_name_or_path"] = downloaded.get(folder.rstrip("/"), folder)
     if folder.rstrip("/") in downloaded:
-        found.remarks.append(
+        conversion.remarks.append(
             f"checkpointer.checkpoint_dir: {shorten(folder)}   (downloaded there from this hub name, says the file)"
         )
-    if "teacher_model" in theirs:
-        teacher = str(read_section(theirs, "teacher_checkpointer").get("checkpoint_dir") or "").rstrip("/")
-        found.recipe["teacher_model_name_or_path"] = downloaded.get(teacher, teacher)
+    if "teacher_model" in settings:
+        teacher = str(read_section(settings, "teacher_checkpointer").get("checkpoint_dir") or "").rstrip("/")
+        conversion.recipe["teacher_model_name_or_path"] = downloaded.get(teacher, teacher)
     if "lora_attn_modules" in model:
         layers = model["lora_attn_modules"]
         layers = [*layers, "w1", "w3", "w2"] if model.get("apply_lora_to_mlp") and isinstance(layers, list) else layers
-        found.recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
+        conversion.recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
     if "qlora_" in str(model.get("_component_")):
-        found.recipe |= QLORA
-        found.remarks.append(f"model._component_: {shorten(model['_component_'])}   ({NOTES['NF4_OF_TORCHAO']})")
-    if read_section(theirs, "optimizer"):
-        found.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
-    per_epoch = theirs.get("max_steps_per_epoch")
-    if isinstance(per_epoch, int) and isinstance(theirs.get("epochs", 1), int):
-        found.recipe["max_steps"] = per_epoch * theirs.get("epochs", 1)
-    if theirs.get("shuffle") is False:
-        found.add_difference("shuffle", False, IN_ORDER)
-    alpha = found.recipe.get("lora_alpha")
+        conversion.recipe |= QLORA
+        conversion.remarks.append(f"model._component_: {shorten(model['_component_'])}   ({NOTES['NF4_OF_TORCHAO']})")
+    if read_section(settings, "optimizer"):
+        conversion.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
+    per_epoch = settings.get("max_steps_per_epoch")
+    if isinstance(per_epoch, int) and isinstance(settings.get("epochs", 1), int):
+        conversion.recipe["max_steps"] = per_epoch * settings.get("epochs", 1)
+    if settings.get("shuffle") is False:
+        conversion.add_difference("shuffle", False, IN_ORDER)
+    alpha = conversion.recipe.get("lora_alpha")
     if isinstance(alpha, float) and alpha.is_integer():
-        found.recipe["lora_alpha"] = int(alpha)
+        conversion.recipe["lora_alpha"] = int(alpha)
 
 
-def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    optimizer, schedule = read_section(theirs, "optimizer"), theirs.get("lr_scheduler")
-    if teacher := read_section(theirs, "teacher_model").get("pretrained_model_name_or_path"):
-        found.recipe["teacher_model_name_or_path"] = teacher
-    recipe = found.recipe
+def _adapt_automodel(settings: Mapping[str, Any], text: str, conversion: Conversion) -> None:
+    optimizer, schedule = read_section(settings, "optimizer"), settings.get("lr_scheduler")
+    if teacher := read_section(settings, "teacher_model").get("pretrained_model_name_or_path"):
+        conversion.recipe["teacher_model_name_or_path"] = teacher
+    recipe = conversion.recipe
     is_adam = str(optimizer.get("_target_")).endswith(".Adam")
     recipe.setdefault("weight_decay", 0.0 if is_adam else 0.01)
     recipe.setdefault("learning_rate", 1e-3)
@@ -118,17 +118,19 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         recipe.setdefault("lr_scheduler_type", "cosine")
         if "lr_warmup_steps" not in schedule:
             recipe["warmup_ratio"] = 0.1
-            found.remarks.append("lr_scheduler.lr_warmup_steps: null   (a tenth of the steps, but at most 1000 there)")
-        found.remarks.append("warm-up: from a tenth of the rate there, from 0 here")
+            conversion.remarks.append(
+                "lr_scheduler.lr_warmup_steps: null   (a tenth of the steps, but at most 1000 there)"
+            )
+        conversion.remarks.append("warm-up: from a tenth of the rate there, from 0 here")
         recipe.setdefault("min_lr_ratio", 0.01)
         min_lr = convert_number(schedule.get("min_lr"))
         if (
             isinstance(min_lr, float | int) and isinstance(recipe["learning_rate"], float) and recipe["learning_rate"]
         ):  # the schedule may come before the rate in the file
             recipe["min_lr_ratio"] = round(min(1.0, min_lr / recipe["learning_rate"]), 9)
-    if read_section(theirs, "dataloader").get("shuffle") is False:
-        found.add_difference("dataloader.shuffle", False, IN_ORDER)
-    packed, dataset = read_section(theirs, "packed_sequence"), read_section(theirs, "dataset")
+    if read_section(settings, "dataloader").get("shuffle") is False:
+        conversion.add_difference("dataloader.shuffle", False, IN_ORDER)
+    packed, dataset = read_section(settings, "packed_sequence"), read_section(settings, "dataset")
     size, is_cut = packed.get("packed_sequence_size") or 0, dataset.get("truncation") not in NOT_CUT
     length = dataset.get("seq_length") if is_cut else None  # else it is the length of padding
     if size:
@@ -137,14 +139,14 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
     elif length:
         recipe["max_length"] = length
     if size and length and length < size:
-        found.add_difference(
+        conversion.add_difference(
             "dataset.seq_length", length, "a row is cut to it before it is packed there, to max_length here"
         )
     if any("bfloat16" in str(optimizer.get(key)) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")):
         recipe["optim"] = next(name for name, row in OPTIMIZERS.items() if row.moment_itemsize)
     if "max_steps" in recipe and "num_train_epochs" not in recipe:
         recipe["num_train_epochs"] = 1.0  # max_steps decides
-    if theirs.get("wandb") and read_section(theirs, "wandb").get("enable", True):
+    if settings.get("wandb") and read_section(settings, "wandb").get("enable", True):
         recipe["report_to"] = "wandb"
 
 
@@ -171,9 +173,9 @@ STRATEGIES = {"eval_strategy": ("no", "epoch"), "save_strategy": ("no", "epoch",
 LEAVE: Any = object()  # the default here does what they ask for
 
 
-def read_section(theirs: Mapping[str, Any], key: str) -> dict[str, Any]:
+def read_section(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The mapping under `key`; empty where there is none."""
-    section = theirs.get(key)
+    section = settings.get(key)
     return section if isinstance(section, dict) else {}
 
 
@@ -199,7 +201,9 @@ def convert_targets(value: Any) -> Any:
     names = [TORCHTUNE_LAYERS.get(name, name) for name in names]
     if any(name in ("all", "all-linear", "*", "*_proj", "linear") for name in names):
         return "all-linear"
-    plain = [found for name in names for found in ([name] if re.fullmatch(r"[\w.]+", name) else _matching_layers(name))]
+    plain: list[str] = []
+    for name in names:
+        plain += [name] if re.fullmatch(r"[\w.]+", name) else _matching_layers(name)
     return list(dict.fromkeys(plain)) or None
 
 
@@ -257,7 +261,7 @@ def _convert_parameters(value: Any) -> list[str] | None:
     return names and [name.replace("_checkpoint_wrapped_module.", "") for name in names]
 
 
-# How a value of theirs becomes ours, by the `carry` of its key: None where there is none.
+# Converts a value, by the `carry` of its key; None where there is no such value here.
 CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("same", "lora-only", "warmup"), convert_number),
     "by-code": lambda value: LEAVE,
@@ -328,14 +332,14 @@ BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where
 
 
 @dataclass(slots=True)
-class TheirEntry:
-    """One data set of theirs. Keys that are converted are removed from `unread`; the rest have no counterpart."""
+class DataSetEntry:
+    """One data set of a file. A key that is converted is removed from `unread`; the rest have no counterpart."""
 
     where: str  # as in datasets[0]
     unread: dict[str, Any]  # dotted where it is nested
 
     @classmethod
-    def of(cls, where: str, keys: Mapping[Any, Any]) -> "TheirEntry":
+    def of(cls, where: str, keys: Mapping[Any, Any]) -> "DataSetEntry":
         return cls(where, {str(key): value for key, value in keys.items()})
 
     def take(self, key: str) -> Any:
@@ -375,7 +379,7 @@ class TheirEntry:
 Sources = list[dict[str, Any]]
 
 
-def list_entries(value: Any, name: str, source: Path) -> list[TheirEntry]:
+def list_entries(value: Any, name: str, source: Path) -> list[DataSetEntry]:
     """The data sets listed under the key `name` of their file."""
     if value is None:
         return []
@@ -388,19 +392,19 @@ def list_entries(value: Any, name: str, source: Path) -> list[TheirEntry]:
             raise UserError(
                 f"{source}: {name}[{i}]: a mapping with a path is expected, found {shorten(item)}; write `- path: ...`"
             )
-    return [TheirEntry.of(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    return [DataSetEntry.of(f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
 def read_each(
-    tool: Tool, entries: Iterable[TheirEntry], read: Callable[[TheirEntry], Sources], found: Conversion
+    tool: Tool, entries: Iterable[DataSetEntry], read: Callable[[DataSetEntry], Sources], conversion: Conversion
 ) -> Sources:
-    """Our entries from theirs; the keys that `read` does not take are listed as differences."""
+    """Reads our entries from a file's; the keys that `read` does not take are listed as differences."""
     sources: Sources = []
     for entry in entries:
         sources += read(entry)
-        found.differences += entry.list_unread(tool)
+        conversion.differences += entry.list_unread(tool)
         lacking = {pair.key: pair.missing_capability for pair in list_counterparts(tool, DATA_SET_KEYS)}
-        found.missing_capabilities += sorted({lacking[key] for key in entry.unread if lacking.get(key)})
+        conversion.missing_capabilities += sorted({lacking[key] for key in entry.unread if lacking.get(key)})
     return sources
 
 
@@ -416,15 +420,15 @@ def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
     return entry | {"split": f"{split}[:{limit}]"}
 
 
-def compares_answers(found: Conversion) -> bool:
+def compares_answers(conversion: Conversion) -> bool:
     """Whether the rows hold pairs of answers or rated ones."""
-    return METHODS[found.recipe.get("method", "sft")].rows != "answers"
+    return METHODS[conversion.recipe.get("method", "sft")].rows != "answers"
 
 
 ROOT_DEPTH = 7  # folders
 
 
 def find_from_root(source: Path, name: str | Path) -> Path | None:
-    """A file that the tool's file `source` names: its own files name theirs from its root, some folders above them."""
+    """Finds a file that `source` names, from its own folder or from the root of the tool, some folders above."""
     folders = (source.parent, *source.resolve().parents[1:ROOT_DEPTH], Path())
     return next((folder / name for folder in folders if (folder / name).is_file()), None)

@@ -48,31 +48,31 @@ NO_CONV1D = "the family's layers are transformers' Conv1D, which get no adapters
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
 
 
-def make_runnable(found: Conversion) -> None:
+def make_runnable(conversion: Conversion) -> None:
     """Changes what no run of the recipe would take, a line for each; what nothing resolves is left to do."""
-    facts = find_facts(found.recipe)
-    if facts is not None and found.images:
+    facts = find_facts(conversion.recipe)
+    if facts is not None and conversion.images:
         facts = replace(facts, vision=True)
     if facts is not None and read_family_source(facts.model_type):
-        if found.recipe.pop("trust_remote_code", None):
-            found.remarks.append(
+        if conversion.recipe.pop("trust_remote_code", None):
+            conversion.remarks.append(
                 f"trust_remote_code is dropped: transformers has the code of {facts.model_type} itself"
             )
-        if facts.family.sinks and found.recipe.get("attn_implementation") == "sdpa":
-            del found.recipe["attn_implementation"]
-            found.remarks.append(
+        if facts.family.sinks and conversion.recipe.get("attn_implementation") == "sdpa":
+            del conversion.recipe["attn_implementation"]
+            conversion.remarks.append(
                 f"attn_implementation: sdpa is dropped: transformers' {facts.model_type} has sinks, which it does not "
                 "compute"
             )
-        _rename_targets(found, facts)
+        _rename_targets(conversion, facts)
     for _ in range(MOST_CHANGES):
-        problems = judge(found, facts)
+        problems = judge(conversion, facts)
         known = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
         change = next((problem for problem in problems if problem.fix and problem.fix.keys() <= known), None)
         if change is None:
-            found.to_do += [_say(problem, found) for problem in problems]
+            conversion.to_do += [_say(problem, conversion) for problem in problems]
             return
-        _change(change, found)
+        _change(change, conversion)
 
 
 def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
@@ -92,9 +92,9 @@ def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
         return None  # a run says what is wrong with it
 
 
-def judge(found: Conversion, facts: ModelFacts | None) -> list[Problem]:
+def judge(conversion: Conversion, facts: ModelFacts | None) -> list[Problem]:
     """What a run would refuse, by its rules. A file that is missing here may be there where it is trained."""
-    known, recipe = recipe_keys(), found.recipe
+    known, recipe = recipe_keys(), conversion.recipe
     values: dict[str, Any] = {
         key: "some/name" if known[key].is_file_or_name and key != "accelerate_config" and value else value
         for key, value in recipe.items()
@@ -106,7 +106,7 @@ def judge(found: Conversion, facts: ModelFacts | None) -> list[Problem]:
         layout = with_recipe_keys(read_sharding(None, read.run.accelerate_config, {}), read)
     except UserError:
         return []  # the reader says what is wrong
-    file = yaml.safe_load(found.accelerate_file or "{}")
+    file = yaml.safe_load(conversion.accelerate_file or "{}")
     mesh, precision = file.get("parallelism_config", {}), file.get("mixed_precision", layout.mixed_precision)
     sizes = {name: mesh.get(f"parallelism_config_{key}", 1) for key, (name, _) in DIVISIONS.items()}
     layout = replace(
@@ -121,63 +121,67 @@ def judge(found: Conversion, facts: ModelFacts | None) -> list[Problem]:
     least = 1 if layout.layout == "single" else 2
     ranks = layout.ranks_per_batch if layout.ranks_per_batch > 1 else max(least, layout.expert_parallel_size)
     return [
-        problem for problem in find_problems(read, layout, facts, ranks, images=found.images) if not problem.is_note
+        problem
+        for problem in find_problems(read, layout, facts, ranks, images=conversion.images)
+        if not problem.is_note
     ]
 
 
-def _change(problem: Problem, found: Conversion) -> None:
+def _change(problem: Problem, conversion: Conversion) -> None:
     """Sets what resolves a problem, and says so."""
-    keys, file = recipe_keys(), yaml.safe_load(found.accelerate_file or "{}")
+    keys, file = recipe_keys(), yaml.safe_load(conversion.accelerate_file or "{}")
     fix = problem.fix or {}
     changed = {
-        key: value for key, value in fix.items() if key not in keys or found.recipe.get(key, keys[key].default) != value
+        key: value
+        for key, value in fix.items()
+        if key not in keys or conversion.recipe.get(key, keys[key].default) != value
     }
     for key, value in changed.items():
         if key not in keys:
             in_file = file if key == "mixed_precision" else file.get("parallelism_config", {})
             in_file[key if in_file is file else f"parallelism_config_{key}"] = value
-            found.accelerate_file = yaml.safe_dump(file, sort_keys=False)
+            conversion.accelerate_file = yaml.safe_dump(file, sort_keys=False)
         elif value == keys[key].default:
-            found.recipe.pop(key, None)
+            conversion.recipe.pop(key, None)
         else:
-            found.recipe[key] = value
+            conversion.recipe[key] = value
     made = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items())
-    line = f"{made}   ({_say(problem, found).rpartition('; ')[0] or _say(problem, found)})"
-    (found.remarks if changed.keys() <= {*SAME_LOSS} else found.differences).append(line)
+    line = f"{made}   ({_say(problem, conversion).rpartition('; ')[0] or _say(problem, conversion)})"
+    (conversion.remarks if changed.keys() <= {*SAME_LOSS} else conversion.differences).append(line)
 
 
-def _say(problem: Problem, found: Conversion) -> str:
-    return problem.sentence.replace("some/name", str(found.recipe.get("model_name_or_path")))
+def _say(problem: Problem, conversion: Conversion) -> str:
+    return problem.sentence.replace("some/name", str(conversion.recipe.get("model_name_or_path")))
 
 
-def _rename_targets(found: Conversion, facts: ModelFacts) -> None:
+def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
     """The family's names for the adapted layers. A name that it does not have adapts nothing in the other tools."""
-    targets = found.recipe.get("lora_target_modules")
+    targets = conversion.recipe.get("lora_target_modules")
     layers = find_linear_layers(facts.model_type).difference(ABSENT.get(facts.model_type, ()))
     if targets == "all-linear" and (left_out := facts.family.unadaptable):
-        found.differences.append(
+        conversion.differences.append(
             f"lora_target_modules: {left_out[-1]} of {facts.model_type} gets no adapter here: peft has none for it"
         )
         return
     if targets and not layers and read_family_source(facts.model_type):
-        found.add_difference("lora_target_modules", targets, NO_CONV1D, "LoRA on transformers' Conv1D layers")
+        conversion.add_difference("lora_target_modules", targets, NO_CONV1D, "LoRA on transformers' Conv1D layers")
     if not isinstance(targets, list) or not layers:
         return
     known = layers | find_expert_layers(facts.model_type).keys()  # which a run renames
     missing = [name for name in targets if name.rpartition(".")[2] not in known]
     others = [name for name in targets if name not in missing]
-    if not missing or (others and found.tool != "torchtune"):  # whose own models have the layers of a Llama
-        found.recipe["lora_target_modules"] = others or targets
-        found.remarks += [f"lora_target_modules: {', '.join(missing)}: {NO_LAYER}"] if missing else []
+    if not missing or (others and conversion.tool != "torchtune"):  # whose own models have the layers of a Llama
+        conversion.recipe["lora_target_modules"] = others or targets
+        conversion.remarks += [f"lora_target_modules: {', '.join(missing)}: {NO_LAYER}"] if missing else []
         return
     fused = [next((other for other in OTHER_NAMES.get(name, ()) if other in layers), None) for name in missing]
-    found.recipe["lora_target_modules"] = list(dict.fromkeys([*others, *filter(None, fused)])) or targets
+    conversion.recipe["lora_target_modules"] = list(dict.fromkeys([*others, *filter(None, fused)])) or targets
     if any(fused):
         line = (
             f"adapters of {', '.join(filter(None, dict.fromkeys(fused)))} here, the family's layers for "
             f"{', '.join(missing)}"
         )
-        found.differences.append(f"lora_target_modules: {line}")
+        conversion.differences.append(f"lora_target_modules: {line}")
 
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -248,48 +252,50 @@ def write_accelerate(layout: Layout) -> str | None:
     return yaml.safe_dump(shipped | layout.changes, sort_keys=False)
 
 
-def read_layout(tool: Tool, theirs: Mapping[str, Any], text: str) -> Layout:
+def read_layout(tool: Tool, settings: Mapping[str, Any], text: str) -> Layout:
     """The layout of their file; `text` is the file with its comments, in which torchtune names the recipe."""
     if tool == "torchtune":
-        layout = _torchtune(theirs, text)
+        layout = _torchtune(settings, text)
     else:
-        layout = _automodel(theirs) if tool == "Automodel" else _trainer(tool, theirs)
-    layout = replace(layout, fp8=_fp8(theirs) if layout.precision == "bf16" else "")
+        layout = _automodel(settings) if tool == "Automodel" else _trainer(tool, settings)
+    layout = replace(layout, fp8=_fp8(settings) if layout.precision == "bf16" else "")
     if layout.tensors * layout.sequences > 1 and layout.sharding == "none":
         layout = replace(layout, sharding="full")  # groups of ranks are FSDP2's
     return layout
 
 
-def _fp8(theirs: Mapping[str, Any]) -> str:
+def _fp8(settings: Mapping[str, Any]) -> str:
     """torchao's FP8 recipe, by default one scale for each tensor; empty if they multiply in their compute dtype."""
-    section = read_section(theirs, "fp8")
-    asks = section.get("enabled", bool(section)) if section else theirs.get("fp8") or theirs.get("enable_fp8_training")
-    return str(section.get("recipe_name") or theirs.get("fp8_recipe_name") or "tensorwise") if asks else ""
+    section = read_section(settings, "fp8")
+    asks = (
+        section.get("enabled", bool(section)) if section else settings.get("fp8") or settings.get("enable_fp8_training")
+    )
+    return str(section.get("recipe_name") or settings.get("fp8_recipe_name") or "tensorwise") if asks else ""
 
 
-def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:
+def _trainer(tool: Tool, settings: Mapping[str, Any]) -> Layout:
     """Files of Trainer's vocabulary: Axolotl's, LLaMA-Factory's, TRL's."""
-    asks_fp16 = theirs.get("fp16") is True or theirs.get("float16") is True
-    half = theirs.get("bf16") or theirs.get("bfloat16") or theirs.get("pure_bf16")
-    half = half or (tool == "TRL" and "bf16" not in theirs and not asks_fp16)  # SFTConfig's default
-    sharding = _sharding(theirs.get("fsdp"), theirs.get("fsdp_config"), theirs.get("deepspeed"))
-    if sharding == "none" and ("fsdp_version" in theirs or _size(theirs.get("dp_shard_size")) > 1):
+    asks_fp16 = settings.get("fp16") is True or settings.get("float16") is True
+    half = settings.get("bf16") or settings.get("bfloat16") or settings.get("pure_bf16")
+    half = half or (tool == "TRL" and "bf16" not in settings and not asks_fp16)  # SFTConfig's default
+    sharding = _sharding(settings.get("fsdp"), settings.get("fsdp_config"), settings.get("deepspeed"))
+    if sharding == "none" and ("fsdp_version" in settings or _size(settings.get("dp_shard_size")) > 1):
         sharding = "full"
     if tool == "TRL" and sharding == "none":
         sharding = "full"  # set in the Accelerate file of the launch, as here
-    if _size(theirs.get("dp_replicate_size")) > 1 and sharding != "none":
+    if _size(settings.get("dp_replicate_size")) > 1 and sharding != "none":
         sharding = "hybrid"
-    inner = _plain(read_section(theirs, "fsdp_config"))
-    checkpointing = bool(theirs.get("gradient_checkpointing", tool != "Axolotl")) or bool(
+    inner = _plain(read_section(settings, "fsdp_config"))
+    checkpointing = bool(settings.get("gradient_checkpointing", tool != "Axolotl")) or bool(
         inner.get("activation_checkpointing")
     )
-    if theirs.get("disable_gradient_checkpointing"):
+    if settings.get("disable_gradient_checkpointing"):
         checkpointing = False
-    pure = theirs.get("pure_bf16") is True or (
-        tool == "Axolotl" and bool(half) and (sharding == "none" or theirs.get("bf16") == "full")
+    pure = settings.get("pure_bf16") is True or (
+        tool == "Axolotl" and bool(half) and (sharding == "none" or settings.get("bf16") == "full")
     )
-    tensors, sequences = (_size(theirs.get(f"{kind}_parallel_size")) for kind in ("tensor", "context"))
-    sequences = max(sequences, _size(theirs.get("sequence_parallel_degree")))  # Axolotl's older name
+    tensors, sequences = (_size(settings.get(f"{kind}_parallel_size")) for kind in ("tensor", "context"))
+    sequences = max(sequences, _size(settings.get("sequence_parallel_degree")))  # Axolotl's older name
     precision: Precision = "bf16" if half else "fp16" if asks_fp16 else "no"
     keeps_fp32 = sharding != "none" and precision != "no" and not pure
     return Layout(sharding, precision, checkpointing, pure, keeps_fp32, tensors, sequences)
@@ -316,25 +322,25 @@ def _sharding(fsdp: Any, config: Any, deepspeed: Any) -> Sharding:
     return "none" if strategy == "NO_SHARD" else "grad_op" if keeps else "full"
 
 
-def _torchtune(theirs: Mapping[str, Any], text: str) -> Layout:
+def _torchtune(settings: Mapping[str, Any], text: str) -> Layout:
     command = COMMAND.search(text)
-    offloads = theirs.get("fsdp_cpu_offload") or read_section(theirs, "fsdp").get("cpu_offload")
+    offloads = settings.get("fsdp_cpu_offload") or read_section(settings, "fsdp").get("cpu_offload")
     is_single = command is not None and command[1].endswith("single_device")
     sharding: Sharding = "none" if is_single else "offload" if offloads else "full"
-    if sharding == "full" and theirs.get("fsdp_reshard_after_forward") is False:
+    if sharding == "full" and settings.get("fsdp_reshard_after_forward") is False:
         sharding = "grad_op"
-    if sharding == "full" and _size(theirs.get("data_parallel_replicate_dim")) > 1:
+    if sharding == "full" and _size(settings.get("data_parallel_replicate_dim")) > 1:
         sharding = "hybrid"
-    dtype = str(theirs.get("dtype", "bf16"))
+    dtype = str(settings.get("dtype", "bf16"))
     precision: Precision = "bf16" if dtype == "bf16" else "fp16" if dtype == "fp16" else "no"
-    tensors, sequences = (_size(theirs.get(f"{kind}_parallel_dim")) for kind in ("tensor", "context"))
-    checkpointing = bool(theirs.get("enable_activation_checkpointing"))
+    tensors, sequences = (_size(settings.get(f"{kind}_parallel_dim")) for kind in ("tensor", "context"))
+    checkpointing = bool(settings.get("enable_activation_checkpointing"))
     return Layout(sharding, precision, checkpointing, precision == "bf16", tensors=tensors, sequences=sequences)
 
 
-def _automodel(theirs: Mapping[str, Any]) -> Layout:
-    distributed = read_section(theirs, "distributed")
-    dtype = str(read_section(theirs, "model").get("torch_dtype", "auto"))
+def _automodel(settings: Mapping[str, Any]) -> Layout:
+    distributed = read_section(settings, "distributed")
+    dtype = str(read_section(settings, "model").get("torch_dtype", "auto"))
     sharding: Sharding = "full"
     if distributed.get("strategy") == "ddp":
         sharding = "none"
@@ -346,7 +352,7 @@ def _automodel(theirs: Mapping[str, Any]) -> Layout:
         sharding = "grad_op"
     tensors, sequences = (_size(distributed.get(f"{kind}_size")) for kind in ("tp", "cp"))
     checkpointing = bool(distributed.get("activation_checkpointing"))
-    pure = "32" not in dtype and not read_section(theirs, "optimizer").get("master_weights")
+    pure = "32" not in dtype and not read_section(settings, "optimizer").get("master_weights")
     return Layout(sharding, "bf16", checkpointing, pure, keeps_fp32=not pure, tensors=tensors, sequences=sequences)
 
 

@@ -17,7 +17,7 @@ class WrongValue(UserError):
 
 
 def shorten(value: Any) -> str:
-    """A value of theirs as JSON, cut at 60 characters."""
+    """Shows a value as JSON, cut at 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
