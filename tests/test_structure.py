@@ -50,11 +50,6 @@ MOST_BRANCHES = 15
 MAZES = {
     "checkpoint/resume.py: _read_fingerprints": 16,
     "config/accelerate_file.py: read_file": 21,
-    "convert/conversion.py: _set": 17,
-    "convert/conversion.py: _add_defaults": 20,
-    "convert/conversion.py: _remove_contradictions": 20,
-    "convert/objectives.py: adapt_preferences": 20,
-    "convert/rules.py: _adapt_automodel": 17,
     "data/inspect.py: inspect_command": 18,
     "data/messages.py: _parse_message": 19,
     "data/preferences.py: _read_messages": 16,

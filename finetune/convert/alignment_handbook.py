@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.convert.entries import DataSetEntry, Sources, list_entries, make_sources
 from finetune.convert.foreign_values import WrongValue, read_number
-from finetune.convert.rules import Conversion, DataSetEntry, Sources, list_entries, make_sources
+from finetune.convert.rules import Conversion
 
 DRAWN = "a share that no slice names exactly: drawn by the seed here, the first rows there"
 

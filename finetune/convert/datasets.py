@@ -8,11 +8,8 @@ from finetune.config.keys import keys_of
 from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
 from finetune.convert.counterparts import Tool
-from finetune.convert.foreign_values import shorten
-from finetune.convert.model_names import guess_vision_family
-from finetune.convert.rules import (
+from finetune.convert.entries import (
     BUILDERS,
-    Conversion,
     DataSetEntry,
     Sources,
     compares_answers,
@@ -20,9 +17,11 @@ from finetune.convert.rules import (
     list_entries,
     make_sources,
     read_each,
-    read_section,
     take_first_rows,
 )
+from finetune.convert.foreign_values import shorten
+from finetune.convert.model_names import guess_vision_family
+from finetune.convert.rules import Conversion, read_section
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError
