@@ -19,6 +19,7 @@ from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
+from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
 from finetune.convert.by_tool import adapt_tool
 from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import GRPO, NOTES, Counterpart, Tool, list_counterparts
@@ -37,7 +38,7 @@ from finetune.convert.model_names import (
 from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
 from finetune.convert.recognize import load_settings, refuse_other_methods
 from finetune.convert.rules import LEAVE, Conversion, convert_value
-from finetune.convert.runnable import Layout, make_runnable, read_layout, write_accelerate
+from finetune.convert.runnable import make_runnable
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
@@ -164,7 +165,7 @@ OPTIMIZER_NOTES = {
 RATES = ("learning_rate", "lr")  # other keys become shares of it
 # What decides over other keys, wherever it stands in a file: no warm-up, all layers, what is on.
 DECISIVE = ("schedule", "all-linear", "flag", "optimizer-flag")
-NOTHING = (False, [], {}, "no", "none", 0)  # values that ask for nothing
+NOTHING: tuple[Any, ...] = (False, [], {}, "no", "none", 0)  # values that ask for nothing
 # How a key's value becomes ours -> the capability that is missing where it cannot.
 MISSING_CAPABILITIES: Mapping[str, str] = {
     "schedule": "schedule {}",
@@ -382,7 +383,7 @@ def _add_layout(settings: Mapping[str, Any], text: str, conversion: Conversion) 
         conversion.remarks.append(f"activation checkpointing is on in {layout.file}.yaml: less memory, the same loss")
 
 
-def _set_dtype(layout: Layout, conversion: Conversion) -> None:
+def _set_dtype(layout: AskedLayout, conversion: Conversion) -> None:
     recipe = conversion.recipe
     if layout.pure_bf16 and not recipe.get("use_peft"):
         recipe.setdefault("dtype", "bfloat16")

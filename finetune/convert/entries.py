@@ -46,42 +46,52 @@ class DataSetEntry:
     def take(self, key: str) -> Any:
         return self.unread.pop(key, None)
 
+    def take_name_and_split(self) -> dict[str, Any]:
+        return {"name": self.take("name"), "split": self.take("split")}
+
     def flatten(self, *keys: str) -> None:
         """Gives what is nested under `keys` dotted names."""
         for key in keys:
             if isinstance(self.unread.get(key), dict):
                 self.unread |= {f"{key}.{inner}": value for inner, value in self.unread.pop(key).items()}
 
-    def paths(self, key: str = "path") -> list[Any]:
-        """What is read: the path, or the files where the path only says of which kind they are."""
-        path, files = self.take(key), self.unread.get("data_files")
+    def take_paths(self, key: str = "path") -> list[Any]:
+        """Takes what is read: the path, or the files where the path only says of which kind they are."""
+        path = self.take(key)
+        files = self.unread.get("data_files")
         if path not in BUILDERS or not isinstance(files, str | list):
             return [path]
         self.take("data_files")
         return files if isinstance(files, list) else [files]
 
     def list_unread(self, tool: Tool) -> list[str]:
-        """A line for each unread key that has an effect."""
+        """Lists the unread keys that have an effect, a line for each."""
         notes = {pair.key: pair.note for pair in list_counterparts(tool, DATA_SET_KEYS)}
         lines = []
         for key, value in self.unread.items():
-            note = next((notes[name] for name in (key, key.split(".")[-1], key.split(".")[0]) if name in notes), None)
-            if key.split(".")[0] in NO_EFFECT:
-                continue
-            names = map(str, value if isinstance(value, list) else [value])
-            if key.startswith("roles.") and set(names) <= {key[6:], *SAME_ROLES.get(key[6:], ())}:
-                continue  # as they are read anyway
-            if value in (None, "", [], {}) or value in USUAL.get(key, ()) or (value is False and note is not None):
-                continue
-            lines.append(f"{self.where}.{key}: {shorten(value)}   ({note or 'not known here'})")
+            section = key.split(".")[0]
+            names = (key, key.split(".")[-1], section)
+            note = next((notes[name] for name in names if name in notes), None)
+            asks_for_nothing = value in (None, "", [], {}) or (value is False and note is not None)
+            if section not in NO_EFFECT and not asks_for_nothing and not _is_usual(key, value):
+                lines.append(f"{self.where}.{key}: {shorten(value)}   ({note or 'not known here'})")
         return lines
+
+
+def _is_usual(key: str, value: Any) -> bool:
+    """Whether a value asks for the behavior here."""
+    if key.startswith("roles."):
+        role = key.removeprefix("roles.")
+        names = value if isinstance(value, list) else [value]
+        return {str(name) for name in names} <= {role, *SAME_ROLES.get(role, ())}
+    return value in USUAL.get(key, ())
 
 
 Sources = list[dict[str, Any]]
 
 
 def list_entries(value: Any, name: str, source: Path) -> list[DataSetEntry]:
-    """The data sets listed under the key `name` of their file."""
+    """Lists the data sets under the key `name` of a file."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -104,17 +114,19 @@ def read_each(
     for entry in entries:
         sources += read(entry)
         conversion.differences += entry.list_unread(tool)
-        lacking = {pair.key: pair.missing_capability for pair in list_counterparts(tool, DATA_SET_KEYS)}
-        conversion.missing_capabilities += sorted({lacking[key] for key in entry.unread if lacking.get(key)})
+        unread = [pair for pair in list_counterparts(tool, DATA_SET_KEYS) if pair.key in entry.unread]
+        conversion.missing_capabilities += sorted({pair.missing_capability for pair in unread} - {""})
     return sources
 
 
 def make_sources(paths: Iterable[Any], **keys: Any) -> Sources:
-    return [{key: value for key, value in {"path": path, **keys}.items() if value is not None} for path in paths]
+    """Makes an entry of ours for each path, with the keys that have a value."""
+    entries = ({"path": path, **keys} for path in paths)
+    return [{key: value for key, value in entry.items() if value is not None} for entry in entries]
 
 
 def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
-    """An entry with the first `limit` rows of its split; all if that is None or the split is a slice already."""
+    """Returns an entry of the first `limit` rows of its split; of all if that is None or the split is a slice."""
     split = str(entry.get("split") or "train")
     if not isinstance(limit, int) or isinstance(limit, bool) or "[" in split:
         return entry

@@ -10,7 +10,6 @@ from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
 from finetune.convert.counterparts import Counterpart, Tool
-from finetune.convert.foreign_values import shorten
 from finetune.convert.hints import find_texts
 from finetune.convert.rules import Conversion, convert_names, read_section
 from finetune.files.json_files import read_json_object
@@ -82,6 +81,13 @@ MIXTURE = re.compile(
 HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
 # Of FP8 and MXFP4 their config says whether they are read.
 QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|[-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized")
+REFUSED_NAMES = {
+    AUDIO_MODEL: "audio",
+    MULTIMODAL_MODEL: "multimodal",
+    MOE_MODEL: MOE_CAUSE,
+    HYBRID_MODEL: "hybrid or linear attention",
+    QUANTIZED_MODEL: "quantized weights",
+}
 BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
 
 
@@ -92,6 +98,7 @@ IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
 BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")  # Automodel's own classes with an auxiliary loss
+AUTOMODEL_ADAPTERS = "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
 AUXILIARY = "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds it here"
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
 MOE_KEYS = (
@@ -100,7 +107,7 @@ MOE_KEYS = (
 
 
 def guess_family(name: str) -> str | None:
-    """The model_type that a model's name says; None where it says none.
+    """Returns the model_type that a model's name says; None where it says none.
 
     >>> guess_family("mistralai/Mixtral-8x7B-v0.1"), guess_family("org/ours")
     ('mixtral', None)
@@ -110,7 +117,7 @@ def guess_family(name: str) -> str | None:
 
 
 def guess_vision_family(name: str) -> str | None:
-    """The model_type of the whole model that a name says, of a model of text alone its own; None where it says none.
+    """Returns the model_type of a model with its tower, by its name; None where it says none.
 
     >>> guess_vision_family("Qwen/Qwen2-VL-7B-Instruct"), guess_vision_family("meta-llama/Llama-3.1-8B")
     ('qwen2_vl', 'llama')
@@ -130,7 +137,7 @@ def is_mixture(name: str) -> bool:
 
 
 def name_model(settings: Mapping[str, Any]) -> str:
-    """The model of a file, by whatever key the tool has for it."""
+    """Returns the model of a file, by whatever key the tool has for it."""
     return str(
         settings.get("base_model")
         or settings.get("model_name_or_path")
@@ -141,7 +148,7 @@ def name_model(settings: Mapping[str, Any]) -> str:
 
 
 def find_refused_models(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
-    """The reasons for which a file's model is not trained here, by its name and the keys that go with it."""
+    """Yields why a file's model is not trained here, by its name and the keys that go with it."""
     for key in MOE_KEYS:
         value = settings.get(key)
         if value not in (None, False, 1, ""):
@@ -153,63 +160,67 @@ def find_refused_models(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
     asks = any(settings.get(key) for key in FEW_BITS) and not has_fused_experts(guess_family(name) or "")
     if is_mixture(name) and (asks or QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)):
         yield f"{name} in few bits", "quantized experts", True
-    for pattern, cause in (
-        (AUDIO_MODEL, "audio"),
-        (MULTIMODAL_MODEL, "multimodal"),
-        (MOE_MODEL, MOE_CAUSE),
-        (HYBRID_MODEL, "hybrid or linear attention"),
-        (QUANTIZED_MODEL, "quantized weights"),
-    ):
+    for pattern, cause in REFUSED_NAMES.items():
         takes_images = pattern in (MULTIMODAL_MODEL, HYBRID_MODEL) and guess_vision_family(lower) in IMAGE_FAMILIES
         if pattern.search(lower) and not takes_images:
             yield name, cause, True
 
 
 def report_classes(settings: Mapping[str, Any], conversion: Conversion) -> None:
-    """What Automodel's own classes of models do otherwise, and the layers to which its file gives no adapters."""
+    """Reports what Automodel's own classes of models do otherwise, and the layers that get no adapters there."""
     if conversion.tool != "Automodel":
         return
-    name, peft = name_model(settings), read_section(settings, "peft")
+    name = name_model(settings)
+    peft = read_section(settings, "peft")
     if BALANCED.search(name.lower()) and not read_section(settings, "model").get("force_hf"):
         conversion.add_difference("model", name, AUXILIARY)
-    if not peft:
-        return
-    conversion.remarks.append(
-        "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
-    )
-    excluded, targets = convert_names(peft.get("exclude_modules")) or [], peft.get("target_modules")
-    unadaptable = find_family(guess_family(name) or "").unadaptable
-    left = [each for each in excluded if not NOT_OF_TEXT.search(each) and each.split(".")[-1] not in unadaptable]
-    if left:
-        conversion.add_difference("peft.exclude_modules", left, "they get adapters here", "LoRA without some layers")
+    if peft:
+        conversion.remarks.append(AUTOMODEL_ADAPTERS)
+        _adapt_automodel_targets(guess_family(name) or "", peft, conversion)
+
+
+def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: Conversion) -> None:
+    excluded = convert_names(peft.get("exclude_modules")) or []
+    targets = peft.get("target_modules")
+    unadaptable = find_family(family).unadaptable
+    left_out = [name for name in excluded if not NOT_OF_TEXT.search(name) and name.split(".")[-1] not in unadaptable]
+    if left_out:
+        note = "they get adapters here"
+        conversion.add_difference("peft.exclude_modules", left_out, note, "LoRA without some layers")
     is_all = peft.get("match_all_linear") or targets in (["*"], "*") or excluded
-    if is_all and not any("head" in each for each in excluded):
+    if is_all and not any("head" in name for name in excluded):
         key = next(key for key in ("match_all_linear", "target_modules", "exclude_modules") if peft.get(key))
         conversion.add_difference(f"peft.{key}", peft[key], "the head gets an adapter too there", "LoRA on the head")
-    layers = find_linear_layers(guess_family(name) or "")
+    layers = find_linear_layers(family)
+    projections = sorted(layer for layer in layers if layer.endswith("_proj"))
     if is_all:
         conversion.recipe["lora_target_modules"] = "all-linear"
     elif not targets or "*_proj" in str(targets):  # the default, too
-        projections = sorted(layer for layer in layers if layer.endswith("_proj"))
         conversion.recipe["lora_target_modules"] = projections if len(projections) < len(layers) else "all-linear"
 
 
 def find_images(tool: Tool, settings: Mapping[str, Any]) -> tuple[str, str | None]:
-    """(the key by which a file trains on images, the model_type of its whole model); none if it trains on text."""
-    keys = [key for key in IMAGE_KEYS.get(tool, ()) if settings.get(key) is not None]
-    template, components = str(settings.get("template")), " ".join(find_texts(settings, "_component_"))
-    if tool == "LLaMA-Factory" and (re.search("_vl$|_vl_", template) or "mllm" in str(settings.get("dataset"))):
-        keys.append("template")
+    """Finds (the key by which a file trains on images, the model_type with the tower); none if it trains on text."""
+    components = " ".join(find_texts(settings, "_component_"))
     if tool == "torchtune" and re.search("vision|multimodal|clip", components):
         return "model", "mllama"  # its only family
-    target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
-    if tool == "Automodel" and re.search("ForVLM|ImageText", target):
-        keys.append("model")
-    if not keys:
+    key = _find_image_key(tool, settings)
+    if key is None:
         return "", None
     name = name_model(settings)
     config = read_json_object(Path(name).expanduser() / "config.json")
-    return keys[0], str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
+    return key, str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
+
+
+def _find_image_key(tool: Tool, settings: Mapping[str, Any]) -> str | None:
+    for key in IMAGE_KEYS.get(tool, ()):
+        if settings.get(key) is not None:
+            return key
+    is_template_of_images = re.search("_vl$|_vl_", str(settings.get("template")))
+    if tool == "LLaMA-Factory" and (is_template_of_images or "mllm" in str(settings.get("dataset"))):
+        return "template"
+    target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
+    return "model" if tool == "Automodel" and re.search("ForVLM|ImageText", target) else None
 
 
 # Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write other turns.
@@ -224,10 +235,8 @@ TEMPLATES = {
     "deepseek_v3": "deepseek-v3", "cohere": "command-r", "aya": "command-r", "granite3": "granite", "llama2": "inst",
     "falcon_h1": "hermes", "nemotron_h": "chatml", "gemma4": "gemma4", "gemma4_unified": "gemma4",
 }  # fmt: skip
-FIRST_TOKEN, OWN_SYSTEM = (
-    "the BOS token begins a conversation there",
-    "a system message of its own there, where a row has none",
-)
+FIRST_TOKEN = "the BOS token begins a conversation there"
+OWN_SYSTEM = "a system message of its own there, where a row has none"
 NO_SYSTEM = "system messages are left out there"
 THOUGHT = "an empty thought in every turn there, in the last one here"
 ONE_TEXT = (
@@ -268,45 +277,52 @@ OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 
 
 def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
-    """Names our template for the tool's, or says that none is known here."""
+    """Sets our template for the tool's, or reports that none is known here."""
     name = str(value)
     if conversion.images:
-        conversion.remarks.append(f"{key}: {shorten(value)}   (the tokenizer's own template, which writes the images)")
+        conversion.add_remark(key, value, "the tokenizer's own template, which writes the images")
         return
     if name in OWN_TEMPLATE and pair.key != "template":  # LLaMA-Factory's default writes `Human:`
         return
-    if (ours := TEMPLATES.get(name.lower())) is not None:
+    ours = TEMPLATES.get(name.lower())
+    if ours is not None:
         conversion.recipe["chat_template"] = ours
         compare_turns(key, name, conversion)
     elif conversion.tool == "Axolotl" and name not in OTHER_STYLES:
-        note = "the tokenizer's own template is used; name a file for another"
-        conversion.remarks.append(f"{key}: {shorten(value)}   ({note})")
+        conversion.add_remark(key, value, "the tokenizer's own template is used; name a file for another")
     else:
         conversion.add_difference(key, value, "its turns are not known here; name a file for chat_template")
 
 
 def add_tokenizers_turns(settings: Mapping[str, Any], conversion: Conversion) -> None:
-    """The chat format, which torchtune's tokenizers and mistral-common have built in whatever the model's files say."""
+    """Adds the chat format that torchtune's tokenizers and mistral-common have built in, whatever the files say."""
     if settings.get("tokenizer_use_mistral_common") and not conversion.images:
-        model = str(settings.get("base_model")).lower()
-        named = next((name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None)
-        if named is None:
-            conversion.add_difference("tokenizer_use_mistral_common", True, "the tokenizer's own template is used")
-        else:
-            conversion.recipe["chat_template"] = named
-    tokenizer, data = read_section(settings, "tokenizer"), str(read_section(settings, "dataset").get("_component_"))
-    name = TOKENIZERS.get(str(tokenizer.get("_component_")).rsplit(".", 1)[-1])
+        _add_mistral_turns(str(settings.get("base_model")).lower(), conversion)
+    tokenizer = read_section(settings, "tokenizer")
+    component = str(tokenizer.get("_component_"))
+    name = TOKENIZERS.get(component.rsplit(".", 1)[-1])
+    data = str(read_section(settings, "dataset").get("_component_"))
     if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):
         return
     conversion.recipe["chat_template"] = name
-    compare_turns("tokenizer._component_", str(tokenizer["_component_"]), conversion)
+    compare_turns("tokenizer._component_", component, conversion)
     if name in ("llama3", "chatml", "phi3", "phi4") and conversion.recipe.get("assistant_only_loss") is not False:
         conversion.remarks.append("chat_template: the header of an answer is trained too there, about three tokens")
 
 
+def _add_mistral_turns(model: str, conversion: Conversion) -> None:
+    name = next((name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None)
+    if name is None:
+        note = "the tokenizer's own template is used"
+        conversion.add_difference("tokenizer_use_mistral_common", True, note)
+    else:
+        conversion.recipe["chat_template"] = name
+
+
 def compare_turns(key: str, value: str, conversion: Conversion) -> None:
     """Reports where their template of that name and ours differ: in the text, or in the tokens that are trained."""
-    if note := OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1])):
+    note = OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1]))
+    if note is not None:
         conversion.add_difference(key, value, note)
     name = conversion.recipe["chat_template"]
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
@@ -315,7 +331,7 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
 
 
-WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
+ALL_OF_TEXT = r"language_model(\.model)?(\.\*|\.\.\*)?$"
 # Decoder layers of models whose last ones a file may name, by the models' names.
 LAYERS = {
     r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32, r"llama-?2-13b": 40, r"llama-?3\S*70b|llama-?2-70b": 80,
@@ -330,6 +346,11 @@ IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
 )
 CHATML = "<|im_end|>"
+# Keys of added tokens, by tool, beside those in special_tokens.
+ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "Axolotl": ("tokens",),
+    "LLaMA-Factory": ("add_tokens", "add_special_tokens"),
+}
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -341,78 +362,96 @@ def adapt_model(settings: Mapping[str, Any], conversion: Conversion) -> None:
 
 
 def _adapt_tokens(settings: Mapping[str, Any], conversion: Conversion) -> None:
-    """Tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without adapters."""
+    """Adds tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without adapters."""
+    recipe = conversion.recipe
     section = read_section(settings, "special_tokens")
     special = {name: section.get(name) for name in TOKEN_NAMES}
-    special |= {"eos_token": settings["eos_token"]} if conversion.tool == "TRL" and "eos_token" in settings else {}
-    if conversion.recipe.get("use_peft") or settings.get("adapter") or settings.get("finetuning_type") == "lora":
-        conversion.ignored += (
-            ["special_tokens.pad_token"] if special.pop("pad_token") else []
-        )  # padding is not trained on
-    if named := {name: str(token) for name, token in special.items() if token}:
-        conversion.recipe["special_tokens"] = named
-    keys = {"Axolotl": ("tokens",), "LLaMA-Factory": ("add_tokens", "add_special_tokens")}.get(conversion.tool, ())
-    given = [settings.get(key) for key in keys] + [section.get("additional_special_tokens")]
-    added = [name for value in given if value for name in convert_names(value) or ()]
+    if conversion.tool == "TRL" and "eos_token" in settings:
+        special["eos_token"] = settings["eos_token"]
+    has_adapters = recipe.get("use_peft") or settings.get("adapter") or settings.get("finetuning_type") == "lora"
+    if has_adapters and special.pop("pad_token"):
+        conversion.ignored.append("special_tokens.pad_token")  # padding is not trained on
+    given = {name: str(token) for name, token in special.items() if token}
+    if given:
+        recipe["special_tokens"] = given
+    added: list[str] = []
+    listed = [settings.get(key) for key in ADDED_TOKENS.get(conversion.tool, ())]
+    for names in [*listed, section.get("additional_special_tokens")]:
+        added += convert_names(names or None) or []
     if added:
-        conversion.recipe["added_tokens"] = list(dict.fromkeys(added))
+        recipe["added_tokens"] = list(dict.fromkeys(added))
     if conversion.tool == "TRL" and CHATML in str(settings.get("chat_template")):  # by its setup_chat_format
-        conversion.recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
-        conversion.recipe["special_tokens"] = {"eos_token": CHATML} | conversion.recipe.get("special_tokens", {})
+        recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
+        recipe["special_tokens"] = {"eos_token": CHATML} | recipe.get("special_tokens", {})
     if conversion.tool == "Axolotl" and settings.get("resize_token_embeddings_to_32x"):
-        conversion.recipe["pad_vocab_to_multiple_of"] = 32
+        recipe["pad_vocab_to_multiple_of"] = 32
 
 
 def _adapt_frozen(settings: Mapping[str, Any], conversion: Conversion) -> None:
-    """What is trained of a model in full: LLaMA-Factory's layers by their numbers, and names of a model with images."""
-    patterns = conversion.recipe.get("trainable_modules")
-    if patterns and (
-        conversion.recipe.get("use_peft") or any(re.search(WHOLE_TEXT_MODEL, str(name)) for name in patterns)
-    ):
-        del conversion.recipe["trainable_modules"]  # LoRA freezes all there too; else all that is loaded here is named
+    """Adds what is trained of a model in full: layers by their numbers, and names of a model with images."""
+    recipe = conversion.recipe
+    patterns = recipe.get("trainable_modules")
+    if patterns and (recipe.get("use_peft") or any(re.search(ALL_OF_TEXT, str(name)) for name in patterns)):
+        del recipe["trainable_modules"]  # LoRA freezes all there too; else all that is loaded here is named
         conversion.remarks.append(
             "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it by itself"
         )
-    if settings.get("finetuning_type") != "freeze" or conversion.tool != "LLaMA-Factory":
-        return
-    layers = settings.get("freeze_trainable_layers", 2)
-    modules = convert_names(settings.get("freeze_trainable_modules", "all")) or []
-    conversion.recipe["use_peft"] = False
-    if not isinstance(layers, int) or layers > 0:  # the last ones, whose numbers hang on the model
-        name = str(settings.get("model_name_or_path")).lower()
-        depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
-        if depth is None or not isinstance(layers, int):
-            note = f"trainable_modules: name the last {layers} layers, as in layers.(30|31)"
-            conversion.to_do.append(f"freeze_trainable_layers: {layers}: {note}")
-            return
-        numbers = range(depth - layers, depth)
+    if settings.get("finetuning_type") == "freeze" and conversion.tool == "LLaMA-Factory":
+        recipe["use_peft"] = False
+        _train_layers(settings, conversion)
+
+
+def _train_layers(settings: Mapping[str, Any], conversion: Conversion) -> None:
+    """Names LLaMA-Factory's layers by their numbers: the last ones, or with a number below 0 the first ones."""
+    count = settings.get("freeze_trainable_layers", 2)
+    name = str(settings.get("model_name_or_path")).lower()
+    depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
+    if isinstance(count, int) and count <= 0:
+        numbers = range(-count)
+    elif isinstance(count, int) and depth is not None:
+        numbers = range(depth - count, depth)
     else:
-        numbers = range(-layers)
+        note = f"trainable_modules: name the last {count} layers, as in layers.(30|31)"
+        conversion.to_do.append(f"freeze_trainable_layers: {count}: {note}")
+        return
+    modules = convert_names(settings.get("freeze_trainable_modules", "all")) or []
     inner = "" if "all" in modules else rf"\.({'|'.join(modules)})"
+    layers = f"layers.({'|'.join(map(str, numbers))}){inner}"
     extra = convert_names(settings.get("freeze_extra_modules")) or []
-    conversion.recipe["trainable_modules"] = [f"layers.({'|'.join(map(str, numbers))}){inner}", *extra]
+    conversion.recipe["trainable_modules"] = [layers, *extra]
 
 
 def _adapt_images(settings: Mapping[str, Any], conversion: Conversion) -> None:
-    """What a tool trains of a vision-language model beside the language model, which is trained alone here."""
+    """Reports what a tool trains of a vision-language model beside the language model, which is trained alone here."""
     if conversion.images is None:
         return
-    frozen = {"LLaMA-Factory": settings, "Automodel": read_section(settings, "freeze_config")}.get(conversion.tool, {})
+    if conversion.tool == "LLaMA-Factory":
+        _report_frozen(settings, conversion)
+    elif conversion.tool == "Automodel":
+        frozen = read_section(settings, "freeze_config")
+        _report_frozen(frozen, conversion)
+        if frozen.get("freeze_embeddings") and not conversion.recipe.get("use_peft"):
+            note = "the embedding is trained here, in full fine-tuning"
+            conversion.add_difference("freeze_embeddings", True, note)
+    elif conversion.tool == "Axolotl":
+        _report_axolotl_images(settings, conversion)
+
+
+def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:
     for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_audio_tower"):
         if frozen.get(key) is False:
             conversion.add_difference(key, False, TRAINED_TOWER)
     if frozen.get("freeze_language_model"):
-        conversion.add_difference(
-            "freeze_language_model", True, "trained here; trainable_modules: [visual] trains the tower"
-        )
-    if conversion.tool == "Automodel" and frozen.get("freeze_embeddings") and not conversion.recipe.get("use_peft"):
-        conversion.add_difference("freeze_embeddings", True, "the embedding is trained here, in full fine-tuning")
-    if conversion.tool != "Axolotl":
-        return
+        note = "trained here; trainable_modules: [visual] trains the tower"
+        conversion.add_difference("freeze_language_model", True, note)
+
+
+def _report_axolotl_images(settings: Mapping[str, Any], conversion: Conversion) -> None:
     targets = "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
     if not settings.get("adapter"):
         conversion.add_difference("adapter", None, TRAINED_TOWER)
     elif "language_model" not in str(targets):
-        conversion.add_difference("lora_target_modules", targets, "layers of the vision tower by these names too there")
+        note = "layers of the vision tower by these names too there"
+        conversion.add_difference("lora_target_modules", targets, note)
     if "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)

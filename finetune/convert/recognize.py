@@ -62,6 +62,7 @@ AUTOMODEL_MODELS = {
     "Seq2Seq": "encoder-decoder models", "MultiModal": "multimodal",
     "SequenceClassification": "classification",
 }  # fmt: skip
+FACTORY_STAGES = {"rm": "reward model", "ppo": "online RL"}
 V1_NAMES = {
     "model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size", "train_dataset": "dataset",
 }  # fmt: skip
@@ -71,6 +72,13 @@ V1_DEFAULTS: Mapping[str, Any] = {
     "weight_decay": 0.01, "logging_steps": 1, "save_strategy": "no", "batching_strategy": "normal",
     "enable_activation_checkpointing": True,
 }  # fmt: skip
+V1_ADAPTERS: Mapping[str, tuple[str, Any]] = {  # a key of peft_config -> the older key, and its default
+    "r": ("lora_rank", 8),
+    "lora_alpha": ("lora_alpha", 16),
+    "lora_dropout": ("lora_dropout", 0.05),
+    "target_modules": ("lora_target", "all"),
+    "use_rslora": ("use_rslora", False),
+}
 V1_UNREAD = ("peft_config", "dist_config", "kernel_config", "init_config", "model_class", "batching_workers",
 "sample_backend",
              "max_new_tokens")  # fmt: skip
@@ -84,19 +92,17 @@ class Refusal(UserError):
 
     @classmethod
     def because(cls, where: object, evidence: str, cause: str, is_training: bool = True) -> "Refusal":
-        """A refusal by `evidence` in the file and the `cause` that it stands for."""
-        reason = (
-            f"{cause}: not supported; supervised fine-tuning and preference training of text models are converted"
-            if is_training
-            else f"{cause}, not a training recipe"
-        )
-        refusal = cls(f"{where}: {evidence}: {reason}")
-        refusal.cause, refusal.is_training = cause, is_training
+        """Makes a refusal by `evidence` in the file and the `cause` that it stands for."""
+        reason = "not supported; supervised fine-tuning and preference training of text models are converted"
+        sentence = f"{cause}: {reason}" if is_training else f"{cause}, not a training recipe"
+        refusal = cls(f"{where}: {evidence}: {sentence}")
+        refusal.cause = cause
+        refusal.is_training = is_training
         return refusal
 
 
 def load_settings(source: Path) -> tuple[Tool, dict[str, Any], str]:
-    """The tool that a file was written for, its mapping with `${name}` references resolved, and its text.
+    """Returns the tool that a file was written for, its mapping with `${name}` references resolved, and its text.
 
     Raises `UserError` where the file cannot be read, a `Refusal` where it is no training file of a known tool.
     """
@@ -105,39 +111,45 @@ def load_settings(source: Path) -> tuple[Tool, dict[str, Any], str]:
         raise UserError.of(problems)
     text = source.read_text(encoding="utf-8-sig")
     settings = yaml.safe_load(text)
-    tool = recognize_tool(settings) if isinstance(settings, dict) else None
-    if tool is None and isinstance(settings, dict) and any(key in settings for key in KNOWN_ACCELERATE):
-        raise Refusal.because(source, "distributed_type", "an Accelerate config (--config takes it)", is_training=False)
+    if not isinstance(settings, dict):
+        settings = {}
+    tool = recognize_tool(settings)
     if tool is None:
-        evidence = "none of these tools' keys for a model or data"
-        raise Refusal.because(
-            source, evidence, f"not recognized as a file of {', '.join(TOOL_NAMES)}", is_training=False
-        )
+        raise _refuse_unknown(settings, source)
     if tool == "LLaMA-Factory" and is_factory_v1(settings):
         settings = rename_v1(settings)
     return tool, _resolve_references(settings, settings), text
 
 
+def _refuse_unknown(settings: Mapping[str, Any], source: Path) -> Refusal:
+    if any(key in settings for key in KNOWN_ACCELERATE):
+        cause = "an Accelerate config (--config takes it)"
+        return Refusal.because(source, "distributed_type", cause, is_training=False)
+    evidence = "none of these tools' keys for a model or data"
+    cause = f"not recognized as a file of {', '.join(TOOL_NAMES)}"
+    return Refusal.because(source, evidence, cause, is_training=False)
+
+
 def rename_v1(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A file of LLaMA-Factory's v1 schema by the keys of the older one, with the defaults that differ from those.
+    """Renames LLaMA-Factory's v1 schema to the keys of the older one, with the defaults that differ from those.
 
     Keys of plugins stay, and are refused by name. Source: llamafactory/v1/config and v1/core/base_trainer.py.
     """
     if "train_dataset" not in settings:
-        return {key: value for key, value in settings.items() if key != "micro_batch_size"} | {
-            "template": settings.get("template")
-        }
+        renamed = {**settings, "template": settings.get("template")}
+        renamed.pop("micro_batch_size", None)
+        return renamed
     adapters = read_section(settings, "peft_config")
     kind = str(adapters.get("name", "lora")) if adapters else "full"
-    renamed: dict[str, Any] = {**V1_DEFAULTS, "finetuning_type": kind}
+    renamed = {**V1_DEFAULTS, "finetuning_type": kind}
     renamed |= {V1_NAMES.get(key, key): value for key, value in settings.items() if key not in V1_UNREAD}
-    for key, ours, default in (("r", "lora_rank", 8), ("lora_alpha", "lora_alpha", 16),
-    ("lora_dropout", "lora_dropout", 0.05),
-                               ("target_modules", "lora_target", "all"),
-                               ("use_rslora", "use_rslora", False)):  # fmt: skip
-        renamed |= {ours: adapters.get(key, default)} if adapters else {}
+    if adapters:
+        renamed |= {name: adapters.get(key, default) for key, (name, default) in V1_ADAPTERS.items()}
     sharding = read_section(settings, "dist_config").get("name")
-    renamed |= {"fsdp": "full_shard"} if sharding == "fsdp2" else {"deepspeed": sharding} if sharding else {}
+    if sharding == "fsdp2":
+        renamed["fsdp"] = "full_shard"
+    elif sharding:
+        renamed["deepspeed"] = sharding
     renamed["disable_gradient_checkpointing"] = not renamed.pop("enable_activation_checkpointing")
     renamed["packing"] = str(renamed.pop("batching_strategy")).startswith("dynamic")  # filled by tokens
     return renamed
@@ -164,17 +176,16 @@ def _methods(tool: Tool, settings: Mapping[str, Any]) -> Iterator[Unsupported]:
         yield from ((f"{key}: {shorten(settings[key])}", cause, True) for key in keys if settings.get(key))
     if asks_for_rounding(settings) and find_rounding(settings) is None:
         key = "qat" if settings.get("qat") else "quantizer"
-        yield (
-            f"{key}: {shorten(settings[key])}",
-            "quantization-aware training that torchao finishes on some GPUs only",
-            True,
-        )
+        cause = "quantization-aware training that torchao finishes on some GPUs only"
+        yield f"{key}: {shorten(settings[key])}", cause, True
     others = {"Axolotl": _axolotl, "LLaMA-Factory": _factory, "torchtune": _torchtune, "Automodel": _automodel}
-    yield from others[tool](settings) if tool in others else ()
+    if tool in others:
+        yield from others[tool](settings)
 
 
 def _axolotl(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
-    rl, plugins = settings.get("rl"), str(settings.get("plugins", "")).lower()
+    rl = settings.get("rl")
+    plugins = str(settings.get("plugins", "")).lower()
     if rl and str(rl) not in AXOLOTL_METHODS:
         yield f"rl: {rl}", "online RL", True
     if "Classification" in str(settings.get("model_type")):
@@ -191,9 +202,10 @@ def _factory(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
         yield next(key for key in ("export_dir", "task", "template", *settings) if key in settings), purpose, False
     elif settings.get("do_predict") and not settings.get("do_train"):
         yield "do_predict: true", "generation", False
-    stage, kind = str(settings.get("stage")), settings.get("finetuning_type", "lora")
-    if cause := {"rm": "reward model", "ppo": "online RL"}.get(stage):
-        yield f"stage: {stage}", cause, True
+    stage = str(settings.get("stage"))
+    if stage in FACTORY_STAGES:
+        yield f"stage: {stage}", FACTORY_STAGES[stage], True
+    kind = settings.get("finetuning_type", "lora")
     if kind not in ("lora", "full", "freeze"):
         yield f"finetuning_type: {kind}", str(kind).upper(), True
 
@@ -214,8 +226,9 @@ def _torchtune(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
 
 
 def _automodel(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
-    recipe, model = settings.get("recipe"), read_section(settings, "model")
-    name = str(recipe.get("_target_") if isinstance(recipe, dict) else recipe or AUTOMODEL_RECIPE).rsplit(".", 1)[-1]
+    recipe = settings.get("recipe")
+    target = recipe.get("_target_") if isinstance(recipe, dict) else recipe or AUTOMODEL_RECIPE
+    name = str(target).rsplit(".", 1)[-1]
     if name not in AUTOMODEL_RECIPES and ("Embedding" in name or find_distillation(settings) is None):
         cause = next((cause for part, cause in AUTOMODEL_CAUSES.items() if part in name), name)
         yield f"recipe: {name}", cause, cause != "a benchmark"
@@ -223,7 +236,7 @@ def _automodel(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
         yield "teacher_model", "distillation by another divergence", True
     if "mock" in " ".join(find_texts(settings, "_target_")):
         yield "dataset: made-up tokens", "a benchmark", False
-    kind = str(model.get("_target_", ""))
+    kind = str(read_section(settings, "model").get("_target_", ""))
     for part, cause in AUTOMODEL_MODELS.items():
         if part in kind:
             yield f"model: {kind.rsplit('.', 2)[-2]}", cause, True
@@ -241,18 +254,15 @@ def _resolve_references(value: Any, settings: Mapping[str, Any], depth: int = 0)
         return [_resolve_references(inner, settings, depth) for inner in value]
     if not isinstance(value, str) or depth > MOST_REFERENCES:
         return value
-    whole = REFERENCE.fullmatch(value)
-    if whole:
-        named = _look_up(settings, whole[1])
+    reference = REFERENCE.fullmatch(value)
+    if reference:
+        named = _look_up(settings, reference[1])
         return value if named is None else _resolve_references(named, settings, depth + 1)
-    return (
-        REFERENCE.sub(lambda match: str(_resolve_references(match[0], settings, depth + 1)), value)
-        if "${" in value
-        else value
-    )
+    return REFERENCE.sub(lambda match: str(_resolve_references(match[0], settings, depth + 1)), value)
 
 
-def _look_up(settings: Any, name: str) -> Any:
+def _look_up(settings: Mapping[str, Any], name: str) -> Any:
+    value: Any = settings
     for part in name.split("."):
-        settings = settings.get(part) if isinstance(settings, dict) else None
-    return settings
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

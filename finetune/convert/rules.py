@@ -65,13 +65,13 @@ LEAVE: Any = object()  # the default here does what they ask for
 
 
 def read_section(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The mapping under `key`; empty where there is none."""
+    """Returns the mapping under `key`; an empty one where there is none."""
     section = settings.get(key)
     return section if isinstance(section, dict) else {}
 
 
 def convert_names(value: Any) -> list[str] | None:
-    """A list of names, which may be written with commas between them.
+    """Returns a list of names, which may be written with commas between them.
 
     >>> convert_names("<a>, <b>"), convert_names(["<a>"]), convert_names(3)
     (['<a>', '<b>'], ['<a>'], None)
@@ -81,14 +81,14 @@ def convert_names(value: Any) -> list[str] | None:
 
 
 def convert_targets(value: Any) -> Any:
-    """The layers that get adapters, by our names for them; patterns are matched with the layers of a Llama.
+    """Returns our names of the layers that get adapters; patterns are matched with the layers of a Llama.
 
     >>> convert_targets(["*.q_proj", "output_proj"]), convert_targets(r"model.layers.[\\d]+.mlp.(up|down)_proj")
     (['q_proj', 'o_proj'], ['up_proj', 'down_proj'])
     """
     if not isinstance(value, str | list):
         return None
-    names = [str(name).strip() for name in (value.split(",") if isinstance(value, str) else value)]
+    names = convert_names(value) or []
     names = [TORCHTUNE_LAYERS.get(name, name) for name in names]
     if any(name in ("all", "all-linear", "*", "*_proj", "linear") for name in names):
         return "all-linear"
@@ -99,20 +99,21 @@ def convert_targets(value: Any) -> Any:
 
 
 def _matching_layers(pattern: str) -> list[str]:
-    dotted = {
-        layer: [f"{start}layers.0.{block}.{layer}" for start in ("model.", "model.language_model.", "")]
-        for layer, block in LINEAR_LAYERS.items()
-    }
-    if re.fullmatch(r"[\w.*]+", pattern):
-        return [layer for layer, names in dotted.items() if any(fnmatch.fnmatch(name, pattern) for name in names)]
+    """Lists the linear layers of a Llama whose dotted names match a shell pattern or a regular expression."""
     try:
-        return [layer for layer, names in dotted.items() if any(re.fullmatch(pattern, name) for name in names)]
+        matcher = re.compile(fnmatch.translate(pattern) if re.fullmatch(r"[\w.*]+", pattern) else pattern)
     except re.error:
         return []
+    layers = []
+    for layer, block in LINEAR_LAYERS.items():
+        dotted = f"layers.0.{block}.{layer}"
+        if any(matcher.fullmatch(start + dotted) for start in ("", "model.", "model.language_model.")):
+            layers.append(layer)
+    return layers
 
 
 def _convert_patterns(value: Any) -> list[str] | None:
-    """Axolotl's regular expressions for the start of a parameter's name; None where one names a range of rows.
+    """Converts Axolotl's patterns of the start of a parameter's name; None where one names a range of rows.
 
     >>> patterns = ["^lm_head.weight$", r"model.layers.4[4-7]+.mlp"]
     >>> _convert_patterns(patterns), _convert_patterns(["lm_head.weight[:32000]"])
@@ -132,23 +133,47 @@ def _convert_attention(value: Any) -> Any:
     return name if name in get_args(get_args(recipe_keys()["attn_implementation"].annotation)[0]) else None
 
 
-def _convert_tracker(pair: Counterpart, value: Any) -> Any:
-    by_key = next((tracker for tracker in TRACKERS if tracker in pair.key), None)
+def _convert_tracker(key: str, value: Any) -> Any:
+    """Returns the tracker that a key names (`use_wandb: true`), else the first of ours that its value names."""
+    by_key = next((tracker for tracker in TRACKERS if tracker in key), None)
     if by_key is not None:
         return by_key if value else LEAVE
-    names = [str(name) for name in (value if isinstance(value, list) else [value])]
-    wanted = [tracker for tracker in TRACKERS for name in names if tracker in name.lower()]
-    return wanted[0] if wanted else LEAVE
+    names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
+    return next((tracker for tracker in TRACKERS if any(tracker in name for name in names)), LEAVE)
 
 
 def _convert_steps(key: str, value: Any) -> Any:
+    """Returns a number of steps, or a share of the run below 1."""
     number = read_number(key, value, "100") if value else 0
-    is_share = isinstance(number, float) and 0 < number < 1
-    return number if is_share else LEAVE if not number or number < 0 else int(number)
+    if not number or number < 0:
+        return LEAVE
+    is_share = isinstance(number, float) and number < 1
+    return number if is_share else int(number)
+
+
+def _convert_resume(value: Any) -> Any:
+    if value in (False, "false"):
+        return LEAVE
+    return "auto" if value is True else str(value)
+
+
+def _convert_strategy(key: str, value: Any) -> Any:
+    name = "no" if value is False else str(value)
+    if name == "steps":
+        return LEAVE
+    return name if name in STRATEGIES[key] else None
+
+
+def _convert_rate(key: str, value: Any, learning_rate: Any) -> float | None:
+    """Returns a rate as a share of the learning rate, which must be known."""
+    lowest = read_number(key, value, "1e-6")
+    rate = convert_number(learning_rate)
+    return round(lowest / rate, 9) if isinstance(rate, int | float) and rate else None
 
 
 def _convert_parameters(value: Any) -> list[str] | None:
-    names = convert_names(value)  # a tool's wrapper, which has no place in a parameter's name
+    """Returns parameters' names without the wrapper that a tool puts around their modules."""
+    names = convert_names(value)
     return names and [name.replace("_checkpoint_wrapped_module.", "") for name in names]
 
 
@@ -166,7 +191,7 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "optimizer": lambda value: convert_optimizer(str(value)),
     "attention": _convert_attention,
     "dtype": lambda value: {"auto": LEAVE, **DTYPES}.get(str(value).rsplit(".", 1)[-1]),
-    "resume": lambda value: "auto" if value is True else LEAVE if value in (False, "false") else str(value),
+    "resume": _convert_resume,
     "overlength": lambda value: OVERLENGTH.get(str(value)),
     "names": convert_names,
     "parameters": _convert_parameters,
@@ -179,16 +204,15 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> Any:
-    """Their value as ours; None where there is none, `LEAVE` where the default here is the same.
+    """Converts a value into ours; None where there is none, `LEAVE` where the default here is the same.
 
     `recipe` has what is converted already; the learning rate is needed for a rate that is given as such.
     """
     match pair.carry:
         case "tracker":
-            return _convert_tracker(pair, value)
+            return _convert_tracker(pair.key, value)
         case "strategy":
-            name = "no" if value is False else str(value)
-            return LEAVE if name == "steps" else name if name in STRATEGIES[str(pair.ours)] else None
+            return _convert_strategy(str(pair.ours), value)
         case "schedule-argument":
             return recipe.get("lr_scheduler_kwargs", {}) | {pair.key.rsplit(".", 1)[-1]: convert_number(value)}
         case "optimizer-flag":
@@ -196,6 +220,5 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
         case "steps":
             return _convert_steps(pair.key, value)
         case "min-rate":
-            lowest, rate = read_number(pair.key, value, "1e-6"), convert_number(recipe.get("learning_rate"))
-            return round(lowest / rate, 9) if isinstance(rate, int | float) and rate else None
+            return _convert_rate(pair.key, value, recipe.get("learning_rate"))
     return CONVERTERS[pair.carry](value)
