@@ -1,9 +1,9 @@
 """alignment-handbook's mixtures, in files for TRL's trainers: names of data sets with shares of their rows."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.convert.counterparts import ToolFile
 from finetune.convert.entries import DataSetEntry, Sources, list_entries, make_sources
 from finetune.convert.foreign_values import WrongValue, read_number
 from finetune.convert.rules import Conversion
@@ -11,7 +11,7 @@ from finetune.convert.rules import Conversion
 DRAWN = "a share that no slice names exactly: drawn by the seed here, the first rows there"
 
 
-def read_mixer(settings: Mapping[str, Any], conversion: Conversion) -> tuple[Sources, Sources]:
+def read_mixer(settings: ToolFile, conversion: Conversion) -> tuple[Sources, Sources]:
     """Reads (the entries, those held out) of the older dataset_mixer.
 
     A share of whole percents is a slice, another one a weight.
@@ -50,7 +50,7 @@ def _cut(split: str, share: float) -> dict[str, Any]:
     return {"split": f"{split}[:{percent:.0f}%]"} if percent % 1 == 0 else {"split": split, "weight": share}
 
 
-def read_mixture(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> list[DataSetEntry]:
+def read_mixture(settings: ToolFile, source: Path, conversion: Conversion) -> list[DataSetEntry]:
     """Lists the entries of its dataset_mixture, in TRL's names."""
     mixture = settings.get("dataset_mixture")
     if not isinstance(mixture, dict):

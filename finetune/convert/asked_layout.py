@@ -9,7 +9,7 @@ import yaml
 
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS
 from finetune.config.layout import GROUP_KEYS
-from finetune.convert.counterparts import Tool
+from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.rules import read_section
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -86,7 +86,7 @@ def write_accelerate(layout: AskedLayout) -> str | None:
     return yaml.safe_dump(shipped | layout.changes, sort_keys=False)
 
 
-def read_layout(tool: Tool, settings: Mapping[str, Any], text: str) -> AskedLayout:
+def read_layout(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
     """Reads the layout of a file; `text` is the file with its comments, in which torchtune names the recipe."""
     if tool == "torchtune":
         layout = _read_torchtune(settings, text)
@@ -100,7 +100,7 @@ def read_layout(tool: Tool, settings: Mapping[str, Any], text: str) -> AskedLayo
     return layout
 
 
-def _find_fp8(settings: Mapping[str, Any]) -> str:
+def _find_fp8(settings: ToolFile) -> str:
     """Returns torchao's FP8 recipe, by default one scale for each tensor; empty where the file asks for none."""
     section = read_section(settings, "fp8")
     asks = section.get("enabled", True) if section else settings.get("fp8") or settings.get("enable_fp8_training")
@@ -109,7 +109,7 @@ def _find_fp8(settings: Mapping[str, Any]) -> str:
     return str(section.get("recipe_name") or settings.get("fp8_recipe_name") or "tensorwise")
 
 
-def _read_trainer(tool: Tool, settings: Mapping[str, Any]) -> AskedLayout:
+def _read_trainer(tool: Tool, settings: ToolFile) -> AskedLayout:
     """Reads files of Trainer's vocabulary: Axolotl's, LLaMA-Factory's, TRL's."""
     sharding = _find_sharding(tool, settings)
     precision = _find_precision(tool, settings)
@@ -129,7 +129,7 @@ def _read_trainer(tool: Tool, settings: Mapping[str, Any]) -> AskedLayout:
     )
 
 
-def _find_precision(tool: Tool, settings: Mapping[str, Any]) -> Precision:
+def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
     asks_fp16 = settings.get("fp16") is True or settings.get("float16") is True
     asks_bf16 = any(settings.get(key) for key in ("bf16", "bfloat16", "pure_bf16"))
     is_trls_default = tool == "TRL" and "bf16" not in settings and not asks_fp16
@@ -138,7 +138,7 @@ def _find_precision(tool: Tool, settings: Mapping[str, Any]) -> Precision:
     return "fp16" if asks_fp16 else "no"
 
 
-def _find_sharding(tool: Tool, settings: Mapping[str, Any]) -> AskedSharding:
+def _find_sharding(tool: Tool, settings: ToolFile) -> AskedSharding:
     deepspeed = str(settings.get("deepspeed") or "").lower()
     sharding = _read_deepspeed(deepspeed) if deepspeed else _read_fsdp(settings)
     asks_fsdp2 = "fsdp_version" in settings or _read_size(settings.get("dp_shard_size")) > 1
@@ -158,7 +158,7 @@ def _read_deepspeed(file: str) -> AskedSharding:
     return "full" if any(mark in file for mark in ("z3", "zero3", "zero_3", "'stage': 3")) else "grad_op"
 
 
-def _read_fsdp(settings: Mapping[str, Any]) -> AskedSharding:
+def _read_fsdp(settings: ToolFile) -> AskedSharding:
     fsdp = settings.get("fsdp")
     options = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "")
     inner = _drop_prefix(read_section(settings, "fsdp_config"))
@@ -175,7 +175,7 @@ def _read_fsdp(settings: Mapping[str, Any]) -> AskedSharding:
     return "grad_op" if keeps else "full"
 
 
-def _read_torchtune(settings: Mapping[str, Any], text: str) -> AskedLayout:
+def _read_torchtune(settings: ToolFile, text: str) -> AskedLayout:
     dtype = str(settings.get("dtype", "bf16"))
     precision: Precision = "no"
     if dtype == "bf16":
@@ -192,7 +192,7 @@ def _read_torchtune(settings: Mapping[str, Any], text: str) -> AskedLayout:
     )
 
 
-def _find_torchtune_sharding(settings: Mapping[str, Any], text: str) -> AskedSharding:
+def _find_torchtune_sharding(settings: ToolFile, text: str) -> AskedSharding:
     command = COMMAND.search(text)
     if command is not None and command[1].endswith("single_device"):
         return "none"
@@ -203,7 +203,7 @@ def _find_torchtune_sharding(settings: Mapping[str, Any], text: str) -> AskedSha
     return "hybrid" if _read_size(settings.get("data_parallel_replicate_dim")) > 1 else "full"
 
 
-def _read_automodel(settings: Mapping[str, Any]) -> AskedLayout:
+def _read_automodel(settings: ToolFile) -> AskedLayout:
     distributed = read_section(settings, "distributed")
     dtype = str(read_section(settings, "model").get("torch_dtype", "auto"))
     is_pure = "32" not in dtype and not read_section(settings, "optimizer").get("master_weights")

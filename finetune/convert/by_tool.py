@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import QLORA
-from finetune.convert.counterparts import NOTES
+from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.rules import Conversion, convert_targets, read_section
 
@@ -23,7 +23,7 @@ SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
 
-def adapt_tool(settings: Mapping[str, Any], text: str, conversion: Conversion) -> None:
+def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     """Adds what only several keys together determine; `text` is the file with its comments."""
     tool = conversion.tool
     if tool == "Axolotl":
@@ -37,7 +37,7 @@ def adapt_tool(settings: Mapping[str, Any], text: str, conversion: Conversion) -
         conversion.remarks.append(ALL_DECAYED)
 
 
-def _adapt_axolotl(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     total = settings.get("batch_size")
     micro = settings.get("micro_batch_size") or 1
@@ -50,8 +50,8 @@ def _adapt_axolotl(settings: Mapping[str, Any], conversion: Conversion) -> None:
             recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
-    optim = recipe.get("optim")
-    if not optim or not OPTIMIZERS[optim].count_matrix:
+    optim = str(recipe.get("optim"))
+    if optim not in OPTIMIZERS or not OPTIMIZERS[optim].count_matrix:
         return
     if "fsdp_config" in settings or settings.get("fsdp"):
         conversion.add_difference("optimizer", optim, DIONS_MUON)
@@ -59,7 +59,7 @@ def _adapt_axolotl(settings: Mapping[str, Any], conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
 
 
-def _adapt_torchtune(settings: Mapping[str, Any], text: str, conversion: Conversion) -> None:
+def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:
     recipe = conversion.recipe
     _name_models(settings, text, conversion)
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
@@ -73,7 +73,7 @@ def _adapt_torchtune(settings: Mapping[str, Any], text: str, conversion: Convers
         conversion.add_difference("shuffle", False, IN_ORDER)
 
 
-def _name_models(settings: Mapping[str, Any], text: str, conversion: Conversion) -> None:
+def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
     """Names the model and the teacher by their hub names, where a comment says which was downloaded into the folder."""
     downloaded = {local.rstrip("/"): hub for hub, local in DOWNLOAD.findall(text)}
     folder = str(read_section(settings, "checkpointer").get("checkpoint_dir") or "")
@@ -101,7 +101,7 @@ def _adapt_torchtune_adapters(model: Mapping[str, Any], conversion: Conversion) 
         recipe["lora_alpha"] = int(alpha)
 
 
-def _adapt_automodel(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     teacher = read_section(settings, "teacher_model").get("pretrained_model_name_or_path")
     if teacher:
@@ -142,7 +142,7 @@ def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversio
         recipe["min_lr_ratio"] = round(min(1.0, lowest / rate), 9)  # the schedule may come before the rate in the file
 
 
-def _adapt_automodel_lengths(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     packed = read_section(settings, "packed_sequence")
     dataset = read_section(settings, "dataset")

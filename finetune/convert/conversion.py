@@ -22,7 +22,7 @@ from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
 from finetune.convert.by_tool import adapt_tool
 from finetune.convert.contradictions import remove_contradictions
-from finetune.convert.counterparts import GRPO, NOTES, Counterpart, Tool, list_counterparts
+from finetune.convert.counterparts import GRPO, NOTES, Counterpart, Tool, ToolFile, list_counterparts
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import add_defaults
 from finetune.convert.foreign_values import WrongValue, convert_number
@@ -112,7 +112,7 @@ def _write(path: Path, text: str, overwrite: bool) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}); name another file") from None
 
 
-def is_ours(settings: Mapping[str, Any], source: Path) -> bool:
+def is_ours(settings: ToolFile, source: Path) -> bool:
     """Whether all keys are ours, and one of them is ours alone or the whole file reads as a recipe."""
     if "datasets" not in settings or not settings.keys() <= recipe_keys().keys():
         return False
@@ -221,7 +221,7 @@ def _find_turn(key: str, known: Mapping[str, Counterpart]) -> int:
     return 2 if key in known and known[key].carry in DECISIVE else 1
 
 
-def _report_quantized_experts(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> None:
     name = str(conversion.recipe.get("model_name_or_path"))
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     is_fused = is_mixture(name) and has_fused_experts(guess_family(name) or "")
@@ -230,7 +230,7 @@ def _report_quantized_experts(settings: Mapping[str, Any], conversion: Conversio
         conversion.add_difference(load_key, True, note)
 
 
-def _walk(settings: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _walk(settings: ToolFile, known: Mapping[str, Counterpart], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields keys with their values; walks a nested mapping where the table names keys inside it."""
     for key, value in settings.items():
         name = f"{prefix}{key}"
@@ -360,7 +360,7 @@ SIDE_EFFECTS: Mapping[str, Callable[[str, Any, Conversion], None]] = {
 }
 
 
-def _add_layout(settings: Mapping[str, Any], text: str, conversion: Conversion) -> None:
+def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
     """Names the Accelerate file for the layout of a file, and drops what that layout has no use for."""
     recipe = conversion.recipe
     layout = read_layout(conversion.tool, settings, text)

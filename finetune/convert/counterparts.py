@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from finetune.config.other_names import PRECISION, TRUNCATED
 
 Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel"]
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
+ToolFile: TypeAlias = Mapping[str, Any]  # what a file of one of these tools says
 
 # How a value becomes ours; convert/rules.py says what each does. "by-code" is read by convert's own code.
 Carry = Literal[

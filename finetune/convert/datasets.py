@@ -8,7 +8,7 @@ from typing import Any
 from finetune.config.keys import keys_of
 from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
-from finetune.convert.counterparts import Tool
+from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.entries import (
     BUILDERS,
     DataSetEntry,
@@ -74,7 +74,7 @@ TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
 TORCHTUNE_SOURCES = {"alpaca": "tatsu-lab/alpaca", "alpaca_cleaned": "yahma/alpaca-cleaned"}
 
 
-def _read_torchtune(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+def _read_torchtune(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     default = read_section(settings, "dataset").get("train_on_input")
 
     def read(entry: DataSetEntry) -> Sources:
@@ -87,7 +87,7 @@ def _read_torchtune(settings: Mapping[str, Any], source: Path, conversion: Conve
     return train, held_out
 
 
-def _list_torchtune(key: str, settings: Mapping[str, Any], source: Path, conversion: Conversion) -> list[DataSetEntry]:
+def _list_torchtune(key: str, settings: ToolFile, source: Path, conversion: Conversion) -> list[DataSetEntry]:
     """Lists the data sets under `key`, which is one or a list, without what becomes keys of the whole recipe."""
     value = settings.get(key)
     if isinstance(value, dict):
@@ -112,7 +112,7 @@ def _read_torchtune_entry(entry: DataSetEntry, default: Any, source: Path, conve
         entry.take("_component_")
     keys = _take_torchtune_columns(entry, component)
     paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.take_paths("source")]
-    if paths[0] in BUILDERS:
+    if not paths or paths[0] in BUILDERS:
         raise UserError(f"{source}: {entry.where}: {component} names no source; set it to a file or hub name")
     return make_sources(paths, **entry.take_name_and_split(), **keys)
 
@@ -154,7 +154,7 @@ BY_CODE = (
 )
 
 
-def _read_automodel(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+def _read_automodel(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     def read(entry: DataSetEntry) -> Sources:
         return _read_automodel_entry(entry, source, conversion)
 
@@ -302,7 +302,7 @@ PROMPT_ALONE = (
 )
 
 
-def add_sources(tool: Tool, settings: Mapping[str, Any], source: Path, conversion: Conversion) -> None:
+def add_sources(tool: Tool, settings: ToolFile, source: Path, conversion: Conversion) -> None:
     """Adds `datasets` and `eval_datasets` to the recipe. Raises `UserError` where a file lists something else."""
     recipe = conversion.recipe
     train, held_out = READERS[tool](settings, source, conversion)
@@ -324,7 +324,7 @@ def _is_prompt_alone(entry: Mapping[str, Any]) -> bool:
     return "prompt_column" in entry if "type" not in entry else entry["type"] == "prompt_completion"
 
 
-def _read_trl(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+def _read_trl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     entries = list_entries(settings.get("datasets"), "datasets", source) or read_mixture(settings, source, conversion)
     mixed, held_out_of_mixed = read_mixer(settings, conversion)
     if mixed:
@@ -343,7 +343,7 @@ def _read_trl(settings: Mapping[str, Any], source: Path, conversion: Conversion)
     return train, held_out
 
 
-def _make_trl_entry(settings: Mapping[str, Any]) -> DataSetEntry:
+def _make_trl_entry(settings: ToolFile) -> DataSetEntry:
     text_column = settings.get("dataset_text_field")
     keys = {
         "path": settings.get("dataset_name"),
@@ -362,7 +362,7 @@ def _read_trl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
     return make_sources(entry.take_paths(), **keys)
 
 
-def _read_axolotl(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+def _read_axolotl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     styles: set[str] = set()
 
     def read(key: str) -> Sources:
@@ -404,7 +404,7 @@ def _read_axolotl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
 class _FactoryData:
     """LLaMA-Factory's data sets: names that its dataset_info.json explains."""
 
-    settings: Mapping[str, Any]
+    settings: ToolFile
     source: Path
     conversion: Conversion
     info_path: Path
@@ -451,7 +451,7 @@ class _FactoryData:
         return [made | {"image_folder": str(folder)} for made in sources] if folder else sources
 
 
-def _read_factory(settings: Mapping[str, Any], source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+def _read_factory(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     listed = Path(str(settings.get("dataset_dir", "data"))) / "dataset_info.json"
     path = find_from_root(source, listed) or source.parent / listed
     info = load_json(path, "fix it, or name another dataset_dir") if path.is_file() else {}
@@ -504,7 +504,7 @@ def _take_alpaca_columns(entry: DataSetEntry) -> dict[str, Any]:
     return {"type": "messages", "prompt_column": prompt, "completion_column": entry.take(f"columns.{answer}")}
 
 
-READERS: Mapping[Tool, Callable[[Mapping[str, Any], Path, Conversion], tuple[Sources, Sources]]] = {
+READERS: Mapping[Tool, Callable[[ToolFile, Path, Conversion], tuple[Sources, Sources]]] = {
     "TRL": _read_trl,
     "Axolotl": _read_axolotl,
     "LLaMA-Factory": _read_factory,

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.keys import keys_of
-from finetune.config.methods import METHODS
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Lora, recipe_keys
-from finetune.convert.counterparts import TOOL_NAMES, Tool
-from finetune.convert.rules import Conversion, read_section
+from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
+from finetune.convert.rules import Conversion, find_method_facts, read_section
 
 # Each tool's defaults in our keys; written out where ours differ. warmup_steps: None means that warmup_ratio decides.
 TRAINER = {
@@ -47,7 +46,7 @@ FACTORY_RANK = 8
 WARMUP_THERE = "3% of the steps, but at most 100 there"
 
 
-def add_defaults(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def add_defaults(settings: ToolFile, conversion: Conversion) -> None:
     """Writes the tool's defaults into the recipe where ours differ."""
     recipe = conversion.recipe
     defaults = dict(DEFAULTS[conversion.tool])
@@ -62,7 +61,7 @@ def add_defaults(settings: Mapping[str, Any], conversion: Conversion) -> None:
     _drop_keys_of_adapters(recipe)
 
 
-def _bound_length(settings: Mapping[str, Any], conversion: Conversion, defaults: dict[str, Any]) -> None:
+def _bound_length(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
     tool = conversion.tool
     is_unlimited = tool in OF_COMPONENTS or (tool == "TRL" and settings.get("max_length", 0) is None)
     if is_unlimited and conversion.recipe.get("max_length") is None:
@@ -84,9 +83,9 @@ def _fit_schedule(conversion: Conversion, defaults: dict[str, Any]) -> None:
         conversion.add_remark("warmup_steps", None, WARMUP_THERE)
 
 
-def _fit_data(settings: Mapping[str, Any], conversion: Conversion, defaults: dict[str, Any]) -> None:
+def _fit_data(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
     recipe = conversion.recipe
-    method = METHODS[recipe.get("method", "sft")]
+    method = find_method_facts(recipe)
     if conversion.tool == "LLaMA-Factory" and settings.get("stage") == "pt":
         defaults["packing"] = True
     if method.rows != "answers":
@@ -109,7 +108,7 @@ def _fit_adapters(conversion: Conversion, defaults: dict[str, Any]) -> None:
         defaults |= FOUR_BIT_DEFAULTS[tool]
 
 
-def _fit_saves(settings: Mapping[str, Any], conversion: Conversion, defaults: dict[str, Any]) -> None:
+def _fit_saves(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
     """Sets when a tool saves, and how many it keeps, where the file does not say: all but Trainer save every epoch."""
     recipe = conversion.recipe
     is_said = {"save_steps", "save_strategy", "keep_best_checkpoint"} & recipe.keys()
@@ -124,7 +123,7 @@ def _fit_saves(settings: Mapping[str, Any], conversion: Conversion, defaults: di
         defaults.pop("save_total_limit", None)  # one checkpoint, at the end
 
 
-def _saves_once(settings: Mapping[str, Any], recipe: Mapping[str, Any]) -> bool:
+def _saves_once(settings: ToolFile, recipe: Mapping[str, Any]) -> bool:
     if settings.get("saves_per_epoch") or settings.get("save_last_epoch_only") or recipe.get("streaming"):
         return True
     return read_section(settings, "step_scheduler").get("save_checkpoint_every_epoch") is False

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config.methods import METHODS
 from finetune.convert.counterparts import DATA_SET_KEYS, Tool, list_counterparts
 from finetune.convert.foreign_values import shorten
-from finetune.convert.rules import Conversion
+from finetune.convert.rules import Conversion, find_method_facts
 from finetune.errors import UserError
 
 # Values that ask for the behavior here.
@@ -135,7 +134,7 @@ def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
 
 def compares_answers(conversion: Conversion) -> bool:
     """Whether the rows hold pairs of answers or rated ones."""
-    return METHODS[conversion.recipe.get("method", "sft")].rows != "answers"
+    return find_method_facts(conversion.recipe).rows != "answers"
 
 
 ROOT_DEPTH = 7  # folders

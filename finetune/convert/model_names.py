@@ -9,7 +9,7 @@ from finetune.config.facts import find_linear_layers, has_fused_experts
 from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
-from finetune.convert.counterparts import Counterpart, Tool
+from finetune.convert.counterparts import Counterpart, Tool, ToolFile
 from finetune.convert.hints import find_texts
 from finetune.convert.rules import Conversion, convert_names, read_section
 from finetune.files.json_files import read_json_object
@@ -136,7 +136,7 @@ def is_mixture(name: str) -> bool:
     return any(pattern.search(name.lower()) for pattern in (MIXTURE, MOE_MODEL))
 
 
-def name_model(settings: Mapping[str, Any]) -> str:
+def name_model(settings: ToolFile) -> str:
     """Returns the model of a file, by whatever key the tool has for it."""
     return str(
         settings.get("base_model")
@@ -147,7 +147,7 @@ def name_model(settings: Mapping[str, Any]) -> str:
     )
 
 
-def find_refused_models(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
+def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
     """Yields why a file's model is not trained here, by its name and the keys that go with it."""
     for key in MOE_KEYS:
         value = settings.get(key)
@@ -166,7 +166,7 @@ def find_refused_models(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
             yield name, cause, True
 
 
-def report_classes(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def report_classes(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what Automodel's own classes of models do otherwise, and the layers that get no adapters there."""
     if conversion.tool != "Automodel":
         return
@@ -199,7 +199,7 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
         conversion.recipe["lora_target_modules"] = projections if len(projections) < len(layers) else "all-linear"
 
 
-def find_images(tool: Tool, settings: Mapping[str, Any]) -> tuple[str, str | None]:
+def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
     """Finds (the key by which a file trains on images, the model_type with the tower); none if it trains on text."""
     components = " ".join(find_texts(settings, "_component_"))
     if tool == "torchtune" and re.search("vision|multimodal|clip", components):
@@ -212,7 +212,7 @@ def find_images(tool: Tool, settings: Mapping[str, Any]) -> tuple[str, str | Non
     return key, str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
 
 
-def _find_image_key(tool: Tool, settings: Mapping[str, Any]) -> str | None:
+def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
     for key in IMAGE_KEYS.get(tool, ()):
         if settings.get(key) is not None:
             return key
@@ -294,7 +294,7 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
         conversion.add_difference(key, value, "its turns are not known here; name a file for chat_template")
 
 
-def add_tokenizers_turns(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
     """Adds the chat format that torchtune's tokenizers and mistral-common have built in, whatever the files say."""
     if settings.get("tokenizer_use_mistral_common") and not conversion.images:
         _add_mistral_turns(str(settings.get("base_model")).lower(), conversion)
@@ -354,14 +354,14 @@ ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def adapt_model(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
     """Adds what several keys together say of the model: its tokens, what is frozen of it, and its images."""
     _adapt_tokens(settings, conversion)
     _adapt_frozen(settings, conversion)
     _adapt_images(settings, conversion)
 
 
-def _adapt_tokens(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
     """Adds tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without adapters."""
     recipe = conversion.recipe
     section = read_section(settings, "special_tokens")
@@ -387,7 +387,7 @@ def _adapt_tokens(settings: Mapping[str, Any], conversion: Conversion) -> None:
         recipe["pad_vocab_to_multiple_of"] = 32
 
 
-def _adapt_frozen(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
     """Adds what is trained of a model in full: layers by their numbers, and names of a model with images."""
     recipe = conversion.recipe
     patterns = recipe.get("trainable_modules")
@@ -401,7 +401,7 @@ def _adapt_frozen(settings: Mapping[str, Any], conversion: Conversion) -> None:
         _train_layers(settings, conversion)
 
 
-def _train_layers(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _train_layers(settings: ToolFile, conversion: Conversion) -> None:
     """Names LLaMA-Factory's layers by their numbers: the last ones, or with a number below 0 the first ones."""
     count = settings.get("freeze_trainable_layers", 2)
     name = str(settings.get("model_name_or_path")).lower()
@@ -421,7 +421,7 @@ def _train_layers(settings: Mapping[str, Any], conversion: Conversion) -> None:
     conversion.recipe["trainable_modules"] = [layers, *extra]
 
 
-def _adapt_images(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what a tool trains of a vision-language model beside the language model, which is trained alone here."""
     if conversion.images is None:
         return
@@ -446,7 +446,7 @@ def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:
         conversion.add_difference("freeze_language_model", True, note)
 
 
-def _report_axolotl_images(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     targets = "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
     if not settings.get("adapter"):
         conversion.add_difference("adapter", None, TRAINED_TOWER)

@@ -9,7 +9,7 @@ from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS, POLICY_LOSSES, Method
 from finetune.config.other_names import TRUNCATED
 from finetune.config.quantization import SCHEMES
-from finetune.convert.counterparts import NOTES, Tool
+from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported
 from finetune.convert.rules import Conversion, read_section
@@ -50,7 +50,7 @@ SUMMED = "sum_then_normalize"
 LOCAL_MEAN = "the mean over the tokens of a local batch there, over those of the whole step here"
 
 
-def find_method(tool: Tool, settings: Mapping[str, Any], source: Path) -> str:
+def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
     """Returns our `method` for a file; `sft` where it is no preference training."""
     if tool == "TRL":
         return _find_trl_method(settings, source)
@@ -64,7 +64,7 @@ def find_method(tool: Tool, settings: Mapping[str, Any], source: Path) -> str:
     return "dpo" if tool == "torchtune" and loss.endswith("DPOLoss") else "sft"
 
 
-def _find_factory_method(settings: Mapping[str, Any]) -> str:
+def _find_factory_method(settings: ToolFile) -> str:
     if settings.get("use_asft_loss"):
         return "distill"
     stage = settings.get("stage")
@@ -74,7 +74,7 @@ def _find_factory_method(settings: Mapping[str, Any]) -> str:
     return loss if loss in ("orpo", "simpo") else "dpo"
 
 
-def find_distillation(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
     """Returns our keys for distillation; None where a file has no teacher, or its divergence is another.
 
     torchtune and Automodel minimize (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence. LLaMA-Factory's ASFT is
@@ -95,7 +95,7 @@ def find_distillation(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"method": "distill", "distill_beta": beta, "distill_alpha": alpha}
 
 
-def _read_asft(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _read_asft(settings: ToolFile) -> dict[str, Any]:
     share = read_number("asft_alpha", settings.get("asft_alpha", 0.1), "0.1", 0)
     clip = read_number("max_grad_norm", settings.get("max_grad_norm", 1.0) or 0, "1.0")
     return {
@@ -108,7 +108,7 @@ def _read_asft(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _find_trl_method(settings: Mapping[str, Any], source: Path) -> str:
+def _find_trl_method(settings: ToolFile, source: Path) -> str:
     """Reads the method off the keys, else off the file's or its folder's name (orpo/config.yaml): no key names it."""
     if is_online(settings):
         return "grpo"
@@ -128,7 +128,7 @@ def _find_name(source: Path) -> str | None:
     return next((name for name in TRL_NAMES if name in words), None)
 
 
-def find_unsupported_losses(tool: Tool, settings: Mapping[str, Any], source: Path) -> Iterator[Unsupported]:
+def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Iterator[Unsupported]:
     """Yields the losses of a preference file that nothing here computes."""
     method = find_method(tool, settings, source)
     if method == "grpo":
@@ -151,7 +151,7 @@ def find_unsupported_losses(tool: Tool, settings: Mapping[str, Any], source: Pat
         yield f"f_divergence_type: {divergence}", f"another loss ({divergence.upper()})", True
 
 
-def _read_losses(tool: Tool, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _read_losses(tool: Tool, settings: ToolFile) -> dict[str, Any]:
     """Reads the losses that a file names, with their weights.
 
     >>> _read_losses("TRL", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]})
@@ -165,7 +165,7 @@ def _read_losses(tool: Tool, settings: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(map(str, names), map(convert_number, weights), strict=False))
 
 
-def adapt_method(method: str, settings: Mapping[str, Any], source: Path, conversion: Conversion) -> None:
+def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
     """Adds the method of a file to the recipe, with what several of its keys together mean."""
     if method == "sft":
         _adapt_supervised(settings, conversion)
@@ -177,7 +177,7 @@ def adapt_method(method: str, settings: Mapping[str, Any], source: Path, convers
         _adapt_comparison(method, settings, source, conversion)
 
 
-def _adapt_supervised(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
     _set_token_loss(settings, conversion)
     _drop_unused("sft", conversion)
     if conversion.tool != "TRL":
@@ -193,13 +193,13 @@ def _adapt_supervised(settings: Mapping[str, Any], conversion: Conversion) -> No
             conversion.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
 
 
-def _adapt_distillation(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _adapt_distillation(settings: ToolFile, conversion: Conversion) -> None:
     conversion.recipe |= find_distillation(settings) or {}
     if settings.get("use_asft_loss"):
         conversion.add_remark("use_asft_loss", True, ASFT)
 
 
-def _adapt_comparison(method: str, settings: Mapping[str, Any], source: Path, conversion: Conversion) -> None:
+def _adapt_comparison(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
     """Adds a method that compares or rates answers."""
     recipe = conversion.recipe
     recipe["method"] = method
@@ -220,7 +220,7 @@ def _adapt_comparison(method: str, settings: Mapping[str, Any], source: Path, co
     _drop_unused(method, conversion)
 
 
-def _set_comparison_loss(method: str, settings: Mapping[str, Any], source: Path, conversion: Conversion) -> None:
+def _set_comparison_loss(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
     tool = conversion.tool
     recipe = conversion.recipe
     losses = _read_losses(tool, settings)
@@ -235,7 +235,7 @@ def _set_comparison_loss(method: str, settings: Mapping[str, Any], source: Path,
         conversion.remarks.append(f"method: dpo   ({NOT_SAID})")
 
 
-def _set_token_loss(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _set_token_loss(settings: ToolFile, conversion: Conversion) -> None:
     asked = next((key for key in LABEL_LOSSES if settings.get(key)), "")
     if not asked and settings.get("loss_type") == "dft":
         asked = "dft"
@@ -248,7 +248,7 @@ def _set_token_loss(settings: Mapping[str, Any], conversion: Conversion) -> None
         conversion.add_difference("eaft_k", settings["eaft_k"], note, "another loss (EAFT)")
 
 
-def _list_differences(method: str, settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:
     """Lists what the tool's trainer for `method` does otherwise."""
     tool = conversion.tool
     is_trls = tool in ("TRL", "Axolotl")
@@ -282,12 +282,12 @@ def _drop_unused(method: str, conversion: Conversion) -> None:
         conversion.ignored.append("label_smoothing")
 
 
-def is_online(settings: Mapping[str, Any]) -> bool:
+def is_online(settings: ToolFile) -> bool:
     """Whether a TRL file is for its GRPO trainer."""
     return any(key in settings for key in GRPO_SIGNS)
 
 
-def find_unsupported_online(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
+def find_unsupported_online(settings: ToolFile) -> Iterator[Unsupported]:
     """Yields the losses that nothing here computes, and models as rewards."""
     loss = str(settings.get("loss_type", "dapo"))
     if loss not in (*POLICY_LOSSES, "bnpo"):
@@ -297,7 +297,7 @@ def find_unsupported_online(settings: Mapping[str, Any]) -> Iterator[Unsupported
             yield f"{key}: {settings[key]}", "a reward model", True
 
 
-def _adapt_online(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _adapt_online(settings: ToolFile, conversion: Conversion) -> None:
     """Adds what several keys of a GRPO file together mean."""
     recipe = conversion.recipe
     recipe["method"] = "grpo"
@@ -325,7 +325,7 @@ def _adapt_online(settings: Mapping[str, Any], conversion: Conversion) -> None:
     _drop_unused("grpo", conversion)
 
 
-def _set_policy_loss(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _set_policy_loss(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     loss = settings.get("loss_type")
     if loss == "bnpo":
@@ -341,7 +341,7 @@ def _set_policy_loss(settings: Mapping[str, Any], conversion: Conversion) -> Non
     recipe["scale_rewards"] = scale
 
 
-def _set_lengths(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _set_lengths(settings: ToolFile, conversion: Conversion) -> None:
     completion = read_number("max_completion_length", settings.get("max_completion_length", 256), "256", 1)
     longest = settings.get("max_prompt_length") or PROMPT_TOKENS
     prompt = read_number("max_prompt_length", longest, str(PROMPT_TOKENS), 1)
@@ -351,7 +351,7 @@ def _set_lengths(settings: Mapping[str, Any], conversion: Conversion) -> None:
     conversion.remarks.append(f"max_length: {completion + prompt}   ({note})")
 
 
-def _set_sampled_batch(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def _set_sampled_batch(settings: ToolFile, conversion: Conversion) -> None:
     """Sets the prompts of a step, and the steps that share a generation, from counts of completions on one process."""
     recipe = conversion.recipe
     rows = _read_count(settings, "per_device_train_batch_size", 8)
@@ -369,11 +369,11 @@ def _set_sampled_batch(settings: Mapping[str, Any], conversion: Conversion) -> N
         recipe["steps_per_generation"] = micro_steps // accumulated
 
 
-def _read_count(settings: Mapping[str, Any], key: str, default: int) -> int:
+def _read_count(settings: ToolFile, key: str, default: int) -> int:
     return int(read_number(key, settings.get(key, default), str(default), 1))
 
 
-def _read_server(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _read_server(settings: ToolFile) -> dict[str, Any]:
     """Reads our keys of a server that samples, and of TRL's correction of its numerics."""
     host = str(settings.get("vllm_server_host", "0.0.0.0")).replace("0.0.0.0", "localhost")
     address = settings.get("vllm_server_base_url") or f"http://{host}:{settings.get('vllm_server_port', 8000)}"
@@ -439,14 +439,14 @@ ADAPTER_APART = (
 )
 
 
-def asks_for_rounding(settings: Mapping[str, Any]) -> bool:
+def asks_for_rounding(settings: ToolFile) -> bool:
     """Whether a file of training asks for it."""
     qat = settings.get("qat")
     is_on = isinstance(qat, dict) and qat.get("enabled", True)
     return bool(is_on or ("dataset" in settings and isinstance(settings.get("quantizer"), dict)))
 
 
-def find_rounding(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_rounding(settings: ToolFile) -> Mapping[str, Any] | None:
     """Returns our keys; None where a file asks for none, or for what torchao does not finish here.
 
     >>> find_rounding({"qat": {"activation_dtype": "int8", "weight_dtype": "int4", "fake_quant_after_n_steps": 9}})
@@ -470,7 +470,7 @@ def find_rounding(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return keys
 
 
-def adapt_rounding(settings: Mapping[str, Any], conversion: Conversion) -> None:
+def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     """Adds quantization-aware training, and where the same torchao rounds other layers there."""
     keys = find_rounding(settings)
     if keys is None:

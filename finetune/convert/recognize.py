@@ -10,7 +10,7 @@ import yaml
 from finetune.config.compatibility import find_problems
 from finetune.config.reader import read_recipe
 from finetune.config.yaml_file import read_entries
-from finetune.convert.counterparts import TOOL_NAMES, Tool
+from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
 from finetune.convert.foreign_values import shorten
 from finetune.convert.hints import find_texts, is_factory_v1, recognize_tool
 from finetune.convert.model_names import Unsupported, find_images, find_refused_models, name_model
@@ -121,7 +121,7 @@ def load_settings(source: Path) -> tuple[Tool, dict[str, Any], str]:
     return tool, _resolve_references(settings, settings), text
 
 
-def _refuse_unknown(settings: Mapping[str, Any], source: Path) -> Refusal:
+def _refuse_unknown(settings: ToolFile, source: Path) -> Refusal:
     if any(key in settings for key in KNOWN_ACCELERATE):
         cause = "an Accelerate config (--config takes it)"
         return Refusal.because(source, "distributed_type", cause, is_training=False)
@@ -130,7 +130,7 @@ def _refuse_unknown(settings: Mapping[str, Any], source: Path) -> Refusal:
     return Refusal.because(source, evidence, cause, is_training=False)
 
 
-def rename_v1(settings: Mapping[str, Any]) -> dict[str, Any]:
+def rename_v1(settings: ToolFile) -> dict[str, Any]:
     """Renames LLaMA-Factory's v1 schema to the keys of the older one, with the defaults that differ from those.
 
     Keys of plugins stay, and are refused by name. Source: llamafactory/v1/config and v1/core/base_trainer.py.
@@ -155,7 +155,7 @@ def rename_v1(settings: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def refuse_other_methods(tool: Tool, settings: Mapping[str, Any], source: Path) -> None:
+def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
     """Raises `Refusal` for a file whose method, model or purpose is not supported, naming the key that says so."""
     losses = find_unsupported_losses(tool, settings, source)
     for evidence, cause, is_training in (*_methods(tool, settings), *losses):
@@ -171,7 +171,7 @@ def refuse_other_methods(tool: Tool, settings: Mapping[str, Any], source: Path) 
         raise Refusal.because(source, evidence, cause, is_training)
 
 
-def _methods(tool: Tool, settings: Mapping[str, Any]) -> Iterator[Unsupported]:
+def _methods(tool: Tool, settings: ToolFile) -> Iterator[Unsupported]:
     for cause, keys in {**REFUSED_KEYS[tool], "mixture of depths": ("mixture_of_depths",)}.items():
         yield from ((f"{key}: {shorten(settings[key])}", cause, True) for key in keys if settings.get(key))
     if asks_for_rounding(settings) and find_rounding(settings) is None:
@@ -183,7 +183,7 @@ def _methods(tool: Tool, settings: Mapping[str, Any]) -> Iterator[Unsupported]:
         yield from others[tool](settings)
 
 
-def _axolotl(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
+def _axolotl(settings: ToolFile) -> Iterator[Unsupported]:
     rl = settings.get("rl")
     plugins = str(settings.get("plugins", "")).lower()
     if rl and str(rl) not in AXOLOTL_METHODS:
@@ -195,7 +195,7 @@ def _axolotl(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
             yield f"plugins: {plugins}", cause, True
 
 
-def _factory(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
+def _factory(settings: ToolFile) -> Iterator[Unsupported]:
     if not settings.get("do_train") and "stage" not in settings and "dataset" not in settings:
         purposes = {"export_dir": "merging (finetune export)", "task": "evaluation"}
         purpose = next((purpose for key, purpose in purposes.items() if key in settings), "generation")
@@ -210,7 +210,7 @@ def _factory(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
         yield f"finetuning_type: {kind}", str(kind).upper(), True
 
 
-def _torchtune(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
+def _torchtune(settings: ToolFile) -> Iterator[Unsupported]:
     components = " ".join(find_texts(settings, "_component_"))
     loss = str(read_section(settings, "loss").get("_component_", "")).rsplit(".", 1)[-1]
     if "rlhf.loss" in components and find_method("torchtune", settings, Path()) == "sft":
@@ -225,7 +225,7 @@ def _torchtune(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
         yield "no dataset", "a file of another purpose", False
 
 
-def _automodel(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
+def _automodel(settings: ToolFile) -> Iterator[Unsupported]:
     recipe = settings.get("recipe")
     target = recipe.get("_target_") if isinstance(recipe, dict) else recipe or AUTOMODEL_RECIPE
     name = str(target).rsplit(".", 1)[-1]
@@ -246,7 +246,7 @@ def _automodel(settings: Mapping[str, Any]) -> Iterator[Unsupported]:
         yield "model: from_config", FROM_SCRATCH, True
 
 
-def _resolve_references(value: Any, settings: Mapping[str, Any], depth: int = 0) -> Any:
+def _resolve_references(value: Any, settings: ToolFile, depth: int = 0) -> Any:
     """Replaces `${name}` by the value of that key (dotted where nested); an unknown name is left unchanged."""
     if isinstance(value, dict):
         return {key: _resolve_references(inner, settings, depth) for key, inner in value.items()}
@@ -261,7 +261,7 @@ def _resolve_references(value: Any, settings: Mapping[str, Any], depth: int = 0)
     return REFERENCE.sub(lambda match: str(_resolve_references(match[0], settings, depth + 1)), value)
 
 
-def _look_up(settings: Mapping[str, Any], name: str) -> Any:
+def _look_up(settings: ToolFile, name: str) -> Any:
     value: Any = settings
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from finetune.config.methods import DEFAULT_METHOD, METHODS, MethodFacts
 from finetune.config.optimization import convert_optimizer
 from finetune.config.schema import recipe_keys
-from finetune.convert.counterparts import Counterpart, Tool
+from finetune.convert.counterparts import Counterpart, Tool, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number, shorten
 
 
@@ -64,7 +65,12 @@ STRATEGIES = {"eval_strategy": ("no", "epoch"), "save_strategy": ("no", "epoch",
 LEAVE: Any = object()  # the default here does what they ask for
 
 
-def read_section(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
+def find_method_facts(recipe: Mapping[str, Any]) -> MethodFacts:
+    """Returns what is known of a recipe's method; sft's for a name that our reader will refuse."""
+    return METHODS.get(str(recipe.get("method")), METHODS[DEFAULT_METHOD])
+
+
+def read_section(settings: ToolFile, key: str) -> dict[str, Any]:
     """Returns the mapping under `key`; an empty one where there is none."""
     section = settings.get(key)
     return section if isinstance(section, dict) else {}

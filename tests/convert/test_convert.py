@@ -1366,3 +1366,21 @@ def test_a_hybrid_is_refused_only_where_its_code_is_its_own(converted: Convert, 
         assert converted(theirs)[0]["model_name_or_path"] == name
     theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "nvidia/Nemotron-Flash-1B")
     assert "hybrid or linear attention: not supported" in refused(theirs, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (AUTOMODEL + "method: 500\n", "not converted; the recipe would be wrong: the recipe: method: 500 does not fit"),
+        (AXOLOTL + "optim: ours\n", 'not converted; the recipe would be wrong: the recipe: optim: "ours" does not fit'),
+        (TORCHTUNE.replace("source: org/pairs", "data_files: []"), "names no source; set it to a file or hub name"),
+    ],
+)
+def test_our_own_key_with_a_value_that_is_none_and_a_data_set_of_no_file_are_one_sentence(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "theirs.yaml"
+    source.write_text(text)
+    assert main(["convert", str(source)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and said in lines[0], lines
