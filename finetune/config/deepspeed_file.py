@@ -157,7 +157,8 @@ class _DeepspeedReader:
         content = {entry.key: entry.value for entry in entries}
         if "zero_optimization" not in content:
             self._stage = 0  # DeepSpeed's own default
-        before, self._where = self._where, str(path)
+        before = self._where
+        self._where = str(path)
         self._read_content(content)
         self._where = before
 

@@ -127,7 +127,8 @@ def read_model_facts(
         UserError: For every size or name in the config with which no model can be built.
     """
     refuse_wrong_values(config, name)
-    positions, heads = config.get("max_position_embeddings"), _size(config, "num_attention_heads")
+    positions = config.get("max_position_embeddings")
+    heads = _size(config, "num_attention_heads")
     hidden = _size(config, "hidden_size")
     return ModelFacts(
         model_type=str(config.get("model_type")),
@@ -298,8 +299,8 @@ def find_linear_layers(model_type: str) -> frozenset[str]:
     ['down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj']
     """
     classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
-    found = [name for text in classes if not re.match(r"class \w*Vision", text) for name in LINEAR.findall(text)]
-    return frozenset(found) - HEADS
+    of_text = "".join(text for text in classes if not re.match(r"class \w*Vision", text))
+    return frozenset(LINEAR.findall(of_text)) - HEADS
 
 
 def has_own_attention(model_type: str) -> bool:

@@ -197,11 +197,12 @@ def split_layers(costs: Sequence[float], parts: int) -> list[range]:
         for end in range(used + 1, len(sums)):
             rows.append(min((max(before[start][0], sums[end] - sums[start]), start) for start in range(used, end)))
         best.append(rows)
-    found, end = [], len(costs)
+    ranges = []
+    end = len(costs)
     for row in reversed(best):
-        found.append(range(row[end][1], end))
+        ranges.append(range(row[end][1], end))
         end = row[end][1]
-    return found[::-1]
+    return ranges[::-1]
 
 
 def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, ...] | None:

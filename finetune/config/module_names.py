@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def is_within(parameter: str, patterns: Iterable[str]) -> bool:
     """
     parts = parameter.split(".")
     modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    return any(is_named(module, pattern) for pattern in patterns for module in modules)
+    return any(any(is_named(module, pattern) for module in modules) for pattern in patterns)
 
 
 def find_value(module: str, pattern_values: Mapping[str, int] | None, default: int) -> int:
@@ -73,7 +74,7 @@ def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: tuple[str
     """
     refuse_unmatched("trainable_modules", model.trainable_modules, tensors)
     refuse_unmatched("frozen_modules", model.frozen_modules, tensors)
-    of_text = [name for names in tensors if names[0].startswith(text) for name in names]
+    of_text = list(chain.from_iterable(names for names in tensors if names[0].startswith(text)))
     beside = [each for each in model.trainable_modules if not any(is_within(name, [each]) for name in of_text)]
     tensors = [names for names in tensors if names[0].startswith(text) or is_within(names[0], beside)]
     trained = set()
@@ -180,8 +181,8 @@ def refuse_unmatched(
     key: str, patterns: Iterable[str], tensors: Collection[Sequence[str]], text: tuple[str, ...] = ("",)
 ) -> None:
     """Raises `UserError` where one of `patterns` names no parameter, or none that text reaches (see `find_trained`)."""
-    parameters = [name for names in tensors for name in names]
-    reached = [name for names in tensors if names[0].startswith(text) for name in names]
+    parameters = list(chain.from_iterable(tensors))
+    reached = list(chain.from_iterable(names for names in tensors if names[0].startswith(text)))
     for pattern in patterns:
         if not any(is_within(name, [pattern]) for name in parameters):
             modules = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
@@ -216,7 +217,8 @@ def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
             pairs = (f"{old} is {new}" for old, new in zip(value, renamed, strict=True) if old != new)
             lines += [f"{key.name}: {pair} in transformers 5" for pair in pairs]
             recipe = replace(recipe, **{key.section: replace(section, **{key.name: renamed})})
-    lora, experts = recipe.lora, find_expert_layers(model_type)
+    lora = recipe.lora
+    experts = find_expert_layers(model_type)
     moved = [each for each in lora.lora_target_modules if each in experts and lora.lora_target_modules != "all-linear"]
     if moved:
         parameters = dict.fromkeys(experts[each] for each in moved)
@@ -237,12 +239,12 @@ def find_renames(model_type: str) -> Mapping[str, str]:
     >>> dict(find_renames("mixtral")), dict(find_renames("llama"))
     ({'block_sparse_moe': 'mlp'}, {})
     """
-    found = {}
+    renames = {}
     for call in _find_conversions(model_type, "WeightRenaming"):
         old, new = (_as_name(part) for part in call)
         if old and new and old != new:
-            found[old] = new
-    return found
+            renames[old] = new
+    return renames
 
 
 @cache
@@ -252,13 +254,13 @@ def find_expert_layers(model_type: str) -> Mapping[str, str]:
     >>> dict(find_expert_layers("mixtral"))
     {'w1': 'experts.gate_up_proj', 'w3': 'experts.gate_up_proj', 'w2': 'experts.down_proj'}
     """
-    found: dict[str, str] = {}
+    layers: dict[str, str] = {}
     for sources, target in _find_conversions(model_type, "WeightConverter"):
         listed = [sources] if isinstance(sources, str) else sources or []
         if isinstance(target, str) and ".experts." in f".{target}" and all(EXPERTS in each for each in listed):
             parameter = f"experts.{target.rpartition('experts.')[2]}"
-            found |= {each.removesuffix(".weight").rpartition(".")[2]: parameter for each in listed}
-    return {name: parameter for name, parameter in found.items() if name not in find_linear_layers(model_type)}
+            layers |= {each.removesuffix(".weight").rpartition(".")[2]: parameter for each in listed}
+    return {name: parameter for name, parameter in layers.items() if name not in find_linear_layers(model_type)}
 
 
 def _rename(value: Any, renames: Mapping[str, str]) -> Any:

@@ -20,7 +20,9 @@ from finetune.config.schedules import (
 )
 from finetune.constants import FP32, ITEMSIZE, OFFLOAD_ALIGNMENT
 
-QUANTIZED_MIN_NUMEL, QUANTIZED_BLOCK, QUANTIZATION_MAP = 4096, 256, 256  # torchao's (optim/adam.py, subclass_8bit.py)
+QUANTIZED_MIN_NUMEL = 4096
+QUANTIZED_BLOCK = 256
+QUANTIZATION_MAP = 256  # torchao's (optim/adam.py, subclass_8bit.py)
 
 Shape = tuple[int, ...]
 
@@ -205,7 +207,8 @@ def list_smaller(optim: str, *, with_package: bool) -> Mapping[str, str]:
     >>> list_smaller("adamw_bf16_moments", with_package=True)
     {'adamw_8bit': 'moments in 8 bits; needs torchao'}
     """
-    matrix, itemsize = (1024, 1024), FP32
+    matrix = (1024, 1024)
+    itemsize = FP32
     now = count_optimizer_bytes(optim, matrix, itemsize)
     return {
         name: facts.advice

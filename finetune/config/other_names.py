@@ -77,6 +77,7 @@ OFTEN_MEANT: Mapping[str, str] = {
     "assistant_only_loss": "completion_only mask_prompt response_template instruction_part response_part",
     "chat_template": "prompt_template",
 }
+OTHER_POLICY_METHODS = ("dapo", "dr_grpo", "cispo", "rloo", "reinforce++")  # which are losses of grpo here
 UNSLOTH_PARTS = ("vision_layers", "language_layers", "attention_modules", "mlp_modules")
 LAUNCHED = "no such key; --num-processes N says how many ranks run on this machine"
 ADAPTERS = "no such key; use_peft: true trains LoRA adapters, with load_in_4bit: true on a base in 4 bits (QLoRA)"
@@ -151,18 +152,25 @@ MEANT: Mapping[str, tuple[str, str]] = {
     "reward_funcs": ("rewards", "TRL's name; here it is rewards, such as [my_rewards.py:right]"),
     **dict.fromkeys(("num_gpus", "n_gpus", "ngpus", "gpus", "nproc", "nproc_per_node", "world_size"), ("", LAUNCHED)),
 }
+
+
+def _list_optimizers() -> dict[str, str]:
+    names: dict[str, str] = {}
+    for ours, facts in OPTIMIZERS.items():
+        names |= dict.fromkeys(facts.other_names, ours)
+    return names
+
+
 # Other tools' values of keys that are the same here: key -> their name -> ours.
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
-    "optim": {other: ours for ours, facts in OPTIMIZERS.items() for other in facts.other_names},
+    "optim": _list_optimizers(),
     "lr_scheduler_type": {"constant_lr": "constant", "1-sqrt": "warmup_stable_decay"},
     "method": {
         "ipo": "method: dpo with loss_type: ipo",
         "rpo": "method: dpo with rpo_alpha",
         "gspo": "method: grpo with importance_sampling_level: sequence",
         "reinforce": "method: grpo with loss_type: reinforce++",
-        **{
-            name: f"method: grpo with loss_type: {name}" for name in ("dapo", "dr_grpo", "cispo", "rloo", "reinforce++")
-        },
+        **{name: f"method: grpo with loss_type: {name}" for name in OTHER_POLICY_METHODS},
         **dict.fromkeys(("lora", "peft"), "use_peft: true, of every method"),
         "qlora": "use_peft: true with load_in_4bit: true, of every method",
         **dict.fromkeys(("pt", "pretrain", "cpt"), "method: sft with rows of texts"),

@@ -133,7 +133,8 @@ def _read_config(name: str, model: Model) -> Any:
         raise UserError(f"{name}: config.json: {on_one_line(error)}; name another model") from None
 
 
-ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_TORCH_FILE = "adapter_model.bin"
 # Settings under which B A is not what is added to W, or something else is.
 UNSUPPORTED = (
     "fan_in_fan_out", "megatron_config", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
@@ -236,23 +237,24 @@ def complete_lora(recipe: Recipe) -> Recipe:
         raise UserError(
             f"{folder}: has no {ADAPTER_WEIGHTS}" + (convert if is_torch else "; name the folder of an adapter")
         )
-    found = _read_keys(config, folder)
-    problems = [
-        f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: the adapter {name} has {json.dumps(value)}; "
-        f"leave {key} out"
-        for key, value in found.items()
-        if key in COMPARED and key in recipe.places and (asked := getattr(recipe.lora, key) or None) != (value or None)
-    ]
+    keys = _read_keys(config, folder)
+    problems = []
+    for key in [key for key in keys if key in COMPARED and key in recipe.places]:
+        asked = getattr(recipe.lora, key) or None
+        if asked != (keys[key] or None):
+            has = f"the adapter {name} has {json.dumps(keys[key])}"
+            problems.append(f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: {has}; leave {key} out")
     if problems:
         raise UserError.of(problems)
-    taken = {key: value for key, value in found.items() if key not in recipe.places}
+    taken = {key: value for key, value in keys.items() if key not in recipe.places}
     return replace(recipe, lora=replace(recipe.lora, **taken))
 
 
 def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The keys of `Lora` as adapter_config.json has them."""
     parameters = list(config.get("target_parameters") or ())
-    targets, saved = config.get("target_modules") or (), config.get("modules_to_save") or ()
+    targets = config.get("target_modules") or ()
+    saved = config.get("modules_to_save") or ()
     excluded = [name for name in config.get("exclude_modules") or () if name not in saved]
     if targets != "all-linear" and (isinstance(targets, str) or excluded or config.get("layers_to_transform")):
         targets = _list_modules(folder, ".lora_A.")

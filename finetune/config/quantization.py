@@ -69,7 +69,9 @@ class Quantization:
     @property
     def bits(self) -> Literal[4, 8] | None:
         """Bits per number of a quantized weight, or None if nothing is quantized."""
-        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
+        if self.load_in_4bit:
+            return 4
+        return 8 if self.load_in_8bit else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,11 @@ def quantize_to(bits: int | None, quant_type: Any = None, double: bool = False) 
 
 def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
     """How a run's base was quantized, by its recipe as files hold it."""
-    bits = 4 if recipe.get("load_in_4bit") is True else 8 if recipe.get("load_in_8bit") is True else None
+    bits: Literal[4, 8] | None = None
+    if recipe.get("load_in_4bit") is True:
+        bits = 4
+    elif recipe.get("load_in_8bit") is True:
+        bits = 8
     return quantize_to(bits, recipe.get("bnb_4bit_quant_type"), recipe.get("bnb_4bit_use_double_quant") is True)
 
 
@@ -214,7 +220,8 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
     if not isinstance(settings, dict):
         raise UserError(f"{name}: quantization_config: a mapping is expected; fix its config.json")
     method = str(settings.get("quant_method") or "")
-    in_4_bits, in_8_bits = settings.get("load_in_4bit") is True, settings.get("load_in_8bit") is True
+    in_4_bits = settings.get("load_in_4bit") is True
+    in_8_bits = settings.get("load_in_8bit") is True
     if method not in ("", "bitsandbytes", "QuantizationMethod.BITS_AND_BYTES") or in_4_bits == in_8_bits:
         kinds = [str(kind) for kind in (settings.get("format"), settings.get("quant_algo"), method) if kind]
         form = next((f": {FORMS[kind]}" for kind in kinds if kind in FORMS), "")
@@ -233,5 +240,5 @@ def _find_unquantized(name: str) -> str:
     """What a quantized model was made from, as the card in its folder says."""
     card = Path(name) / "README.md"
     text = card.read_text("utf-8", "replace")[:CARD_BYTES] if card.is_file() else ""
-    found = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
-    return f"{found[1]}, by its model card" if found else "the BF16 files that these were made from"
+    base_model = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
+    return f"{base_model[1]}, by its model card" if base_model else "the BF16 files that these were made from"

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -115,7 +116,8 @@ EXPECTED = {
     "missing": "a list with one more entry",
 }
 NOT_FINITE = ("nan", "inf", "infinity")  # text in YAML, which writes .nan and .inf
-YES, NO = {"true", "yes", "on"}, {"false", "no", "off"}  # without quotes, and not text, in YAML
+YES = {"true", "yes", "on"}
+NO = {"false", "no", "off"}  # without quotes, and not text, in YAML
 
 
 def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
@@ -155,10 +157,9 @@ def _hint(details: Any, value: Any) -> str:
             return ""
         return f"; in quotes it is text: write {value}" if isinstance(plain, (int, float)) else ""
     if isinstance(value, str) and "literal_error" in kinds:
-        known = [
-            word for d in details if "expected" in d.get("ctx", {}) for word in d["ctx"]["expected"].split("'")[1::2]
-        ]
-        if close := difflib.get_close_matches(value.lower(), known, n=1):
+        stated = " ".join(detail.get("ctx", {}).get("expected", "") for detail in details)
+        close = difflib.get_close_matches(value.lower(), re.findall("'([^']*)'", stated), n=1)
+        if close:
             return f"; did you mean {close[0]}?"
     if isinstance(value, str) and "tuple_type" in kinds:
         return f"; write [{', '.join(part.strip() for part in value.split(','))}]"
@@ -229,17 +230,17 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
     if in_file.keys() & ACCELERATE_KEYS and not in_file.keys() & recipe_keys().keys():
         raise UserError(f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe")
     for text in overrides:
-        entry, found = read_override(text)
-        problems += found
+        entry, unreadable = read_override(text)
+        problems += unreadable
         if entry is not None:
             in_file[entry.key] = entry
     checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
     method = checked.values.get("method", DEFAULT_METHOD)
     checked.values.update({key: value for key, value in METHODS[method].defaults.items() if key not in in_file})
-    sections = {
-        section: schema(**{key: checked.values[key] for key in keys_of(schema, section) if key in checked.values})
-        for section, schema in SECTIONS.items()
-    }
+    sections = {}
+    for section, schema in SECTIONS.items():
+        given = {key: checked.values[key] for key in keys_of(schema, section) if key in checked.values}
+        sections[section] = schema(**given)
     recipe = Recipe(path=str(path), places={key: entry.where for key, entry in in_file.items()}, **sections)
     if not needs_data and not checked.values.get("datasets"):
         checked.unusable.add("datasets")
@@ -375,7 +376,8 @@ def _locate_file(value: str, folder: Path) -> str:
 def _check_sources(
     items: tuple[Any, ...], schema: type, entry: Entry, folder: Path
 ) -> tuple[tuple[Any, ...], list[str]]:
-    sources, problems = [], []
+    sources = []
+    problems = []
     for item in items:
         if not (isinstance(item, list) and all(isinstance(e, Entry) for e in item)):
             problems.append(
@@ -467,7 +469,8 @@ def explain_value(key: str, value: object) -> str | None:
     if key == "loss_type":
         known = (f"{', '.join(facts.losses)} for method: {name}" for name, facts in METHODS.items() if facts.losses)
         return f"{value}: no such loss; there are {'; '.join(known)}"
-    ours, refused = OTHER_VALUES.get(key, {}).get(value), REFUSED_VALUES.get(key, {}).get(value)
+    ours = OTHER_VALUES.get(key, {}).get(value)
+    refused = REFUSED_VALUES.get(key, {}).get(value)
     if ours is not None:
         return f"{value}: another tool's name; here it is {ours}"
     return None if refused is None else f"{value}: {refused}"

@@ -119,7 +119,8 @@ def _beside(
 
 def _uneven_widths(case: Case) -> list[int]:
     """Inputs of linear layers that the group size does not divide, by the sizes that a config names."""
-    model, group = case.model, case["qat_group_size"]
+    model = case.model
+    group = case["qat_group_size"]
     widths = {model.hidden, model.heads * model.head_size, model.intermediate} - {0}
     return sorted(width for width in widths if group is not None and width % group)
 

@@ -124,7 +124,8 @@ def compute_learning_rate(step: int, schedule: Schedule) -> float:
 
 def find_schedule_problems(kind: str, arguments: Mapping[str, float | str]) -> list[str]:
     """What is wrong with `lr_scheduler_kwargs` for the schedule, one sentence each."""
-    takes, problems = SCHEDULES[kind].arguments, []
+    takes = SCHEDULES[kind].arguments
+    problems = []
     for name, value in arguments.items():
         if name in SCHEDULE_KEYS:
             problems.append(f"{name}: here it is {SCHEDULE_KEYS[name]}")

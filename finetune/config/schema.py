@@ -425,7 +425,8 @@ class Recipe:
         name = self.method.teacher_model_name_or_path
         if not self.method_facts.needs_teacher or name is None:
             return None
-        revision, own = self.method.teacher_model_revision, self.model
+        revision = self.method.teacher_model_revision
+        own = self.model
         return Model(
             model_name_or_path=name,
             model_revision=revision,

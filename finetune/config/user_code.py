@@ -43,10 +43,10 @@ def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
     if not file.endswith(".py") or not name.isidentifier():
         or_known = f", or one of {', '.join(known)}" if known else ""
         raise ValueError(f"{text}: name a Python file and what is in it, such as my_data.py:rows{or_known}")
-    found = next((path for path in (Path(file).expanduser(), folder / file) if path.is_file()), None)
-    if found is None:
+    path = next((path for path in (Path(file).expanduser(), folder / file) if path.is_file()), None)
+    if path is None:
         raise ValueError(f"{file}: no such file, here or in the recipe's folder")
-    return f"{found}:{name}"
+    return f"{path}:{name}"
 
 
 def file_of(name: str) -> Path:
@@ -60,7 +60,8 @@ def load(name: str) -> Any:
     Raises:
         UserError: Where the file cannot be run, or lacks the name; with the line.
     """
-    path, wanted = file_of(name), name.rpartition(":")[2]
+    path = file_of(name)
+    wanted = name.rpartition(":")[2]
     with explained(str(path)):
         module = _run_file(str(path.resolve()), path.stat().st_mtime_ns)
     if not callable(getattr(module, wanted, None)):
@@ -79,7 +80,8 @@ def read_rows(name: str) -> Iterator[dict[str, Any]]:
     place = f"{place_of(function)}{name}"
     if not hasattr(rows, "__iter__") or isinstance(rows, str | Mapping):
         raise UserError(f"{place}: returned {type(rows).__name__}; yield rows, each a mapping as {{'text': ...}}")
-    rows, end = iter(rows), object()
+    rows = iter(rows)
+    end = object()
     for number in itertools.count(1):
         with explained(f"{name}, row {number}", function):
             row = next(rows, end)
@@ -129,11 +131,8 @@ def explained(what: str, code: Any = None, *, is_isolated: bool = False) -> Iter
             raise
         if not is_isolated and type(error).__name__ == "OutOfMemoryError":  # torch's, which is explained with the plan
             raise
-        frames = [
-            (frame.filename, frame.lineno)
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith((OURS, "<frozen", contextlib.__file__))
-        ]
+        lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        frames = [line for line in lines if not line[0].startswith((OURS, "<frozen", contextlib.__file__))]
         own = [frame for frame in frames if frame[0] == frames[0][0]]  # not of a library that it calls
         if isinstance(error, SyntaxError) and error.filename:
             own.append((error.filename, error.lineno))

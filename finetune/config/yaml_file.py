@@ -78,12 +78,12 @@ def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = Fals
     """
     try:
         with path.open("rb") as file:
-            raw = file.read(LIMIT_BYTES + 1)
-        if len(raw) > LIMIT_BYTES:
+            content = file.read(LIMIT_BYTES + 1)
+        if len(content) > LIMIT_BYTES:
             raise UserError(
                 f"{path}: more than {LIMIT_BYTES // 1024} KiB of YAML; name a folder or a glob of files instead"
             )
-        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not text in UTF-8 (byte {error.start}); save it as UTF-8") from None
     except OSError as error:
@@ -147,7 +147,8 @@ def _entries_of(
     """The entries of a file, or with `nested` None of an item in one of its lists."""
     entries: dict[str, Entry] = {}
     for key_node, value_node in node.value:
-        key, where = str(key_node.value), place(key_node)
+        key = str(key_node.value)
+        where = place(key_node)
         if key in entries:
             first = "" if nested is None else f", first at line {entries[key].where.rsplit(':', 1)[-1]}"
             problems.append(f"{where}: {key}: given twice{first}; keep one")
