@@ -263,11 +263,11 @@ def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
         fsdp["fsdp_reshard_after_forward"] = sharding.strategy != "SHARD_GRAD_OP"
     file["fsdp_config"] = fsdp
     if sharding.mesh_sizes is not None:  # cp_size, since Accelerate itself takes sp_size with DeepSpeed only
-        file["parallelism_config"] = {
-            f"parallelism_config_{key.replace('sp_size', 'cp_size')}": size
-            for key, size in sharding.mesh_sizes.items()
-            if size != 1 or key != "dp_replicate_size" or sharding.replicate_size is not None
-        }
+        sizes = dict(sharding.mesh_sizes)
+        if sharding.replicate_size is None:
+            del sizes["dp_replicate_size"]
+        prefix = "parallelism_config_"
+        file["parallelism_config"] = {prefix + key.replace("sp_size", "cp_size"): size for key, size in sizes.items()}
     return file
 
 

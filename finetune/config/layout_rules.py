@@ -57,15 +57,11 @@ def _optimizer_rule(feature: str) -> Rule:
         return feature in OPTIMIZERS[case["optim"]].conflicts and bool(is_so(case))
 
     def advise(case: Case) -> str:
-        fit = [
-            name
-            for name, facts in OPTIMIZERS.items()
-            if not any(
-                is_here(case)
-                for other, (_, need, is_here) in OPTIMIZER_CONFLICTS.items()
-                if other in facts.conflicts and set(need) <= {*needs}
-            )
-        ]
+        here = set()
+        for other, (_, need, is_here) in OPTIMIZER_CONFLICTS.items():
+            if set(need) <= {*needs} and is_here(case):
+                here.add(other)
+        fit = [name for name, facts in OPTIMIZERS.items() if not here.intersection(facts.conflicts)]
         return f"set optim to one of {', '.join(fit)}"
 
     return Rule(

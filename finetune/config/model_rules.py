@@ -111,11 +111,10 @@ def _advise_tp_size(case: Case) -> str:
 
 def _describe_uneven(case: Case) -> str:
     ranks = case.layout.tensor_parallel_size
-    uneven = [
-        f"{key} {size}, and {size} / {ranks} leaves a remainder of {size % ranks}"
-        for key, size in _find_uneven(case).items()
-        if size % ranks
-    ]
+    uneven = []
+    for key, size in _find_uneven(case).items():
+        if size % ranks:
+            uneven.append(f"{key} {size}, and {size} / {ranks} leaves a remainder of {size % ranks}")
     return f"tp_size {ranks}: {case.name} has {'; '.join(uneven)}"
 
 
@@ -189,11 +188,9 @@ def _other_quantization(case: Case) -> Iterator[str]:
 
 def _describe_other_quantization(case: Case) -> list[str]:
     stored = describe_quantization(case.quantization)
-    return [
-        f"{key}: {str(case[key]).lower()}: the weights of {case.name} are stored as {stored}; remove {key}, or "
-        "name the unquantized model"
-        for key in _other_quantization(case)
-    ]
+    reason = f"the weights of {case.name} are stored as {stored}"
+    keys = _other_quantization(case)
+    return [f"{key}: {str(case[key]).lower()}: {reason}; remove {key}, or name the unquantized model" for key in keys]
 
 
 def _has_fp8_layer(case: Case) -> bool:

@@ -210,11 +210,12 @@ def list_smaller(optim: str, *, with_package: bool) -> Mapping[str, str]:
     matrix = (1024, 1024)
     itemsize = FP32
     now = count_optimizer_bytes(optim, matrix, itemsize)
-    return {
-        name: facts.advice
-        for name, facts in OPTIMIZERS.items()
-        if facts.advice and facts.count_state(matrix, itemsize) < now and (facts.package is not None) == with_package
-    }
+    smaller = {}
+    for name, facts in OPTIMIZERS.items():
+        is_smaller = facts.count_state(matrix, itemsize) < now
+        if facts.advice and is_smaller and (facts.package is not None) == with_package:
+            smaller[name] = facts.advice
+    return smaller
 
 
 def convert_optimizer(name: str) -> str | None:

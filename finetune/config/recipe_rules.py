@@ -18,12 +18,14 @@ LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
 
 
 def _function_beside(entry: str, key: str) -> Rule:
+    def has_both(case: Case) -> bool:
+        default = keys_of(DatasetSource)[key].default
+        return any(source.function and getattr(source, key) != default for source in case[entry])
+
     return Rule(
         name=f"function beside {key} of {entry}",
         keys=(entry,),
-        when=lambda case: any(
-            s.function and getattr(s, key) != keys_of(DatasetSource)[key].default for s in case[entry]
-        ),
+        when=has_both,
         message=f"an entry of {entry} cannot combine function with {key}",
         advice=f"keep one of the two; what {key} would choose, the function can",
     )

@@ -61,10 +61,9 @@ _NUMBERS = {
     "tag:yaml.org,2002:float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",  # noqa: E501
 }
 _LEFT_OUT = (*_NUMBERS, "tag:yaml.org,2002:timestamp")
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _LEFT_OUT]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+_Loader.yaml_implicit_resolvers = {}
+for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+    _Loader.yaml_implicit_resolvers[_first] = [resolver for resolver in _resolvers if resolver[0] not in _LEFT_OUT]
 for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+0123456789."))
 
@@ -166,10 +165,10 @@ def _entry(
     problems: list[str],
 ) -> Entry:
     if key in nested and isinstance(node, yaml.SequenceNode):
-        items = [
-            _entries_of(item, place, None, problems) if isinstance(item, yaml.MappingNode) else _construct(item)
-            for item in node.value
-        ]
+        items: list[Any] = []
+        for item in node.value:
+            is_mapping = isinstance(item, yaml.MappingNode)
+            items.append(_entries_of(item, place, None, problems) if is_mapping else _construct(item))
         return Entry(key, items, where)
     problems += [f"{place(twice)}: {twice.value}: given twice; keep one" for twice in _repeated_keys(node)]
     places = {str(k.value): place(k) for k, _ in node.value} if isinstance(node, yaml.MappingNode) else {}

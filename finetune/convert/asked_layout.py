@@ -25,15 +25,15 @@ FILES: Mapping[AskedSharding, str] = {
 
 @dataclass(frozen=True, slots=True)
 class AskedLayout:
-    """What a file says of sharding, precision and memory; `precision` as Accelerate's mixed_precision."""
+    """What a file asks for; `precision` is Accelerate's mixed_precision."""
 
     sharding: AskedSharding
     precision: Precision
     checkpointing: bool
     pure_bf16: bool = False  # parameters in bf16 too
     keeps_fp32: bool = False  # in float32, whatever dtype they are loaded in
-    tensors: int = 1  # ranks that divide a layer's matrices
-    sequences: int = 1  # ranks that divide a row's tokens
+    tensors: int = 1  # ranks that shard a layer's matrices
+    sequences: int = 1  # ranks that shard a row's tokens
     fp8: str = ""  # torchao's recipe, where linear layers multiply in FP8, the rest in `precision`
 
     @property
@@ -47,7 +47,7 @@ class AskedLayout:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What their file asks for beside the shipped file, by Accelerate's keys; empty if nothing."""
+        """What the file asks for beside the shipped file, by Accelerate's keys; empty if nothing."""
         if self.file is None:
             return {}
         changes: dict[str, Any] = {}
@@ -62,7 +62,7 @@ class AskedLayout:
         return changes
 
     def remarks(self) -> Iterator[str]:
-        """What the user must still set in the Accelerate file for their machine, one sentence each."""
+        """Yields what the user must still set in the Accelerate file for their machine, one sentence each."""
         if self.sharding == "hybrid":
             yield "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to yours"
         elif "parallelism_config" in self.changes:
@@ -73,7 +73,7 @@ class AskedLayout:
 
 
 def write_accelerate(layout: AskedLayout) -> str | None:
-    """The text of the Accelerate file that `layout` needs; None where the shipped file is that.
+    """Returns the text of the Accelerate file that `layout` needs; None where the shipped file is that.
 
     >>> print(write_accelerate(AskedLayout("none", "fp16", checkpointing=False)), end="")
     compute_environment: LOCAL_MACHINE

@@ -38,7 +38,7 @@ def _drop_unread_steps(conversion: Conversion) -> None:
 
 
 def _drop_quantization(conversion: Conversion) -> None:
-    """Only a frozen base is quantized, and only one whose files are not."""
+    """Drops quantization of a base that is trained, or whose files are quantized already."""
     recipe = conversion.recipe
     for key in LOAD_KEYS:
         if not recipe.get("use_peft") and recipe.pop(key, False):

@@ -86,7 +86,7 @@ def _write_files(output: Path, recipe: str, accelerate_file: str | None, overwri
 
 
 def accelerate_path(recipe: Path) -> Path:
-    """The Accelerate file beside a recipe.
+    """Returns the path of the Accelerate file beside a recipe.
 
     >>> accelerate_path(Path("runs/ours.yaml")).as_posix()
     'runs/ours.accelerate.yaml'
@@ -140,7 +140,7 @@ def as_text(source: Path, conversion: Conversion) -> str:
 
 
 def read_back(recipe: Mapping[str, Any]) -> list[str]:
-    """What our reader says of a converted recipe. A local path that is missing here may exist where it is trained."""
+    """Lists what our reader says of a recipe. A local path that is missing here may exist where it is trained."""
     values = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]
     return [line.replace(COMMAND_LINE, "the recipe") for line in _problems(None, values)]
 
@@ -335,7 +335,7 @@ def _note_8_bits(key: str, value: Any, conversion: Conversion) -> None:
 
 
 def _stop_warmup(key: str, value: Any, conversion: Conversion) -> None:
-    """Transformers' "constant" has no warm-up."""
+    """Drops the warm-up, which transformers' "constant" does not have."""
     if str(value) == "constant" and conversion.tool != "Automodel":
         conversion.recipe["warmup_steps"] = 0
         conversion.recipe.pop("warmup_ratio", None)

@@ -61,7 +61,7 @@ NOTES: Mapping[str, str] = {
 
 @cache
 def list_counterparts(tool: str, table: str = KEYS) -> tuple[Counterpart, ...]:
-    """The keys of a tool (or of `GRPO`) in the order of a table.
+    """Lists the keys of a tool (or of `GRPO`) in the order of a table.
 
     >>> next(pair for pair in list_counterparts("Axolotl") if pair.key == "micro_batch_size").ours
     'per_device_train_batch_size'

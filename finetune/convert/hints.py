@@ -13,7 +13,7 @@ FLAT = [tool for tool in TOOL_NAMES if tool != "Automodel"]  # whose files are n
 
 
 def recognize_tool(file: Mapping[str, Any]) -> Tool | None:
-    """Whose file it is, by the keys that only one of them has."""
+    """Returns the tool that a file is for, by the keys that only one of them has."""
     if any("nemo_automodel" in text for text in find_texts(file, "_target_")) or "step_scheduler" in file:
         return "Automodel"
     if any(True for _ in find_texts(file, "_component_")):
@@ -31,7 +31,7 @@ def is_factory_v1(file: Mapping[str, Any]) -> bool:
 
 
 def find_texts(value: Any, key: str) -> Iterator[str]:
-    """Every text under `key`, however deep."""
+    """Yields every text under `key`, however deep."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if name == key and isinstance(inner, str):
@@ -44,7 +44,7 @@ def find_texts(value: Any, key: str) -> Iterator[str]:
 
 
 def find_writer(file: Mapping[str, Any]) -> Tool | None:
-    """The tool for which a file was written, by as many names of its own as no recipe has by mistake.
+    """Returns the tool that a file was written for, by as many names of its own as no recipe has by mistake.
 
     >>> find_writer({"base_model": "a/b", "datasets": [], "sequence_len": 2048, "micro_batch_size": 1})
     'Axolotl'
@@ -58,7 +58,7 @@ def find_writer(file: Mapping[str, Any]) -> Tool | None:
 
 
 def explain_key(key: str) -> tuple[str, str] | None:
-    """(our key, a sentence) on another tool's key, which is `key` itself where there is none; None for nobody's key.
+    """Explains another tool's key: (our key, else `key` itself; a sentence). None for nobody's key.
 
     >>> explain_key("sequence_len"), explain_key("lora_rank")[1].partition(";")[0]
     (('max_length', "Axolotl's name; here it is max_length"), "LLaMA-Factory's and torchtune's name")
@@ -77,7 +77,7 @@ def explain_key(key: str) -> tuple[str, str] | None:
 
 
 def _describe(pair: Counterpart) -> str:
-    """Our key, with the note where the key alone does not say what to write."""
+    """Returns our key, with the note where the key alone does not say what to write."""
     note = "" if pair.note in ("", NOTES["OWN_DATA"]) else f" ({pair.note})"
     if pair.ours in NESTED:
         return f"{pair.ours}: {SOURCES_FORM}{note}"

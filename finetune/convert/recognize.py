@@ -85,7 +85,7 @@ V1_UNREAD = ("peft_config", "dist_config", "kernel_config", "init_config", "mode
 
 
 class Refusal(UserError):
-    """A file that is not converted. `cause` names the method or capability; `is_training`: whether it trains at all."""
+    """A file that is not converted. `cause` names the missing method or capability; `is_training`: it trains at all."""
 
     cause: str = ""
     is_training: bool = True
