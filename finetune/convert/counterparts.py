@@ -20,11 +20,37 @@ ToolFile: TypeAlias = Mapping[str, Any]  # what a file of one of these tools say
 
 # How a value becomes ours; convert/rules.py says what each does. "by-code" is read by convert's own code.
 Carry = Literal[
-    "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
-    "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas",
-    "strategy", "names", "parameters", "module-patterns", "bits", "quantizer", "schedule-argument", "flag",
-    "optimizer-flag", "by-code",
-]  # fmt: skip
+    "same",
+    "not",
+    "adapter",
+    "lora-only",
+    "all-linear",
+    "targets",
+    "schedule",
+    "optimizer",
+    "attention",
+    "tracker",
+    "dtype",
+    "template",
+    "resume",
+    "overlength",
+    "on-if-true",
+    "steps",
+    "warmup",
+    "min-rate",
+    "clip",
+    "betas",
+    "strategy",
+    "names",
+    "parameters",
+    "module-patterns",
+    "bits",
+    "quantizer",
+    "schedule-argument",
+    "flag",
+    "optimizer-flag",
+    "by-code",
+]
 
 FOLDER = Path(__file__).parent
 KEYS = "keys.csv"

@@ -91,7 +91,7 @@ def _list_torchtune(key: str, settings: ToolFile, source: Path, conversion: Conv
     """Lists the data sets under `key`, which is one or a list, without what becomes keys of the whole recipe."""
     value = settings.get(key)
     if isinstance(value, dict):
-        entry = DataSetEntry.of(key, value)
+        entry = DataSetEntry.make(key, value)
         if key == "dataset":
             entry.take("packed")
             entry.take("train_on_input")
@@ -160,7 +160,7 @@ def _read_automodel(settings: ToolFile, source: Path, conversion: Conversion) ->
 
     def list_one(key: str) -> list[DataSetEntry]:
         section = settings.get(key)
-        return [DataSetEntry.of(key, section)] if isinstance(section, dict) else []
+        return [DataSetEntry.make(key, section)] if isinstance(section, dict) else []
 
     train = read_each("Automodel", list_one("dataset"), read, conversion)
     return train, read_each("Automodel", list_one("validation_dataset"), read, conversion)
@@ -217,9 +217,12 @@ def _take_automodel_format(entry: DataSetEntry, kind: str, path: Any, conversion
 # Axolotl's types are called template.form; here the prompt columns of the forms that join texts.
 PAIR_FORMS = {"argilla": "instruction", "icr": "input", "intel": "question", "prompt_pairs": "prompt"}
 RATED_FORMS = {
-    "argilla": "instruction", "intel": "question", "prompt_pairs": "prompt", "ultra": "prompt",
+    "argilla": "instruction",
+    "intel": "question",
+    "prompt_pairs": "prompt",
+    "ultra": "prompt",
     "argilla_chat": "chosen",  # messages, without the answer
-}  # fmt: skip
+}
 ARGILLA = {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}  # of pairs
 MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # whole conversations, which are recognized
 OWN_TEMPLATES = ("chatml", "llama3")
@@ -288,9 +291,13 @@ def _take_rated_columns(entry: DataSetEntry, prompt: Any, is_chat: bool) -> dict
 
 
 FORMATS = {
-    "alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text", "pretrain": "text",
+    "alpaca": "alpaca",
+    "sharegpt": "sharegpt",
+    "chat_template": None,
+    "completion": "text",
+    "pretrain": "text",
     "openai": "messages",
-}  # fmt: skip
+}
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 ALPACA_PROMPT = (
     "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is read by a chat template"
@@ -351,7 +358,7 @@ def _make_trl_entry(settings: ToolFile) -> DataSetEntry:
         "split": settings.get("dataset_train_split"),
         "text_column": text_column if text_column != "text" else None,
     }
-    return DataSetEntry.of("dataset", keys)
+    return DataSetEntry.make("dataset", keys)
 
 
 def _read_trl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
@@ -434,7 +441,7 @@ class _FactoryData:
             raise UserError(
                 f"{self.info_path}: {name}: a mapping is expected, found {shorten(keys)}; name its file_name there"
             )
-        entry = DataSetEntry.of(f"{self.info_path.name}: {name}", keys)
+        entry = DataSetEntry.make(f"{self.info_path.name}: {name}", keys)
         return read_each("LLaMA-Factory", [entry], self._read_entry, self.conversion)
 
     def _read_entry(self, entry: DataSetEntry) -> Sources:

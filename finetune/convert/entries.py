@@ -13,21 +13,40 @@ from finetune.errors import UserError
 # Values that ask for the behavior here.
 SAME_ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ("observation",)}
 USUAL: Mapping[str, tuple[Any, ...]] = {
-    "roles_to_train": ("assistant", ["assistant"], ["gpt"]), "train_on_eos": ("turn",), "train_on_eot": ("turn",),
-    "message_field_training": ("train", "weight"), "message_field_role": ("role", "from"),
-    "message_field_content": ("content", "value"), "message_property_mappings.role": ("role", "from"),
-    "message_property_mappings.content": ("content", "value"), "tags.role_tag": ("role", "from"),
-    "tags.content_tag": ("content", "value"), "tags.user_tag": ("user", "human"),
-    "tags.assistant_tag": ("assistant", "gpt"), "tags.observation_tag": ("tool", "observation"),
-    "tags.function_tag": ("function_call",), "tags.system_tag": ("system",), "columns.tools": ("tools",),
+    "roles_to_train": ("assistant", ["assistant"], ["gpt"]),
+    "train_on_eos": ("turn",),
+    "train_on_eot": ("turn",),
+    "message_field_training": ("train", "weight"),
+    "message_field_role": ("role", "from"),
+    "message_field_content": ("content", "value"),
+    "message_property_mappings.role": ("role", "from"),
+    "message_property_mappings.content": ("content", "value"),
+    "tags.role_tag": ("role", "from"),
+    "tags.content_tag": ("content", "value"),
+    "tags.user_tag": ("user", "human"),
+    "tags.assistant_tag": ("assistant", "gpt"),
+    "tags.observation_tag": ("tool", "observation"),
+    "tags.function_tag": ("function_call",),
+    "tags.system_tag": ("system",),
+    "columns.tools": ("tools",),
     "columns.images": ("images", "image"),
-    "conversation_style": ("sharegpt", "openai"), "answer_only_loss_mask": (True,),
-    "template_thinking_key": ("thinking",), "field_thinking": ("thinking",), "data_files": ([],),
-}  # fmt: skip
+    "conversation_style": ("sharegpt", "openai"),
+    "answer_only_loss_mask": (True,),
+    "template_thinking_key": ("thinking",),
+    "field_thinking": ("thinking",),
+    "data_files": ([],),
+}
 # Padding, the length (read with the recipe's) and the tokenizer, which is the model's own.
-NO_EFFECT = ("padding", "truncation", "pad_to_max_length", "seq_length", "tokenizer", "shuffle_seed",
-"start_of_turn_token",
-             "packed")  # fmt: skip
+NO_EFFECT = (
+    "padding",
+    "truncation",
+    "pad_to_max_length",
+    "seq_length",
+    "tokenizer",
+    "shuffle_seed",
+    "start_of_turn_token",
+    "packed",
+)
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files
 
 
@@ -39,7 +58,7 @@ class DataSetEntry:
     unread: dict[str, Any]  # dotted where it is nested
 
     @classmethod
-    def of(cls, where: str, keys: Mapping[Any, Any]) -> "DataSetEntry":
+    def make(cls, where: str, keys: Mapping[Any, Any]) -> "DataSetEntry":
         return cls(where, {str(key): value for key, value in keys.items()})
 
     def take(self, key: str) -> Any:
@@ -102,7 +121,7 @@ def list_entries(value: Any, name: str, source: Path) -> list[DataSetEntry]:
             raise UserError(
                 f"{source}: {name}[{i}]: a mapping with a path is expected, found {shorten(item)}; write `- path: ...`"
             )
-    return [DataSetEntry.of(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    return [DataSetEntry.make(f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
 def read_each(

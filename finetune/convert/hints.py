@@ -65,15 +65,19 @@ def explain_key(key: str) -> tuple[str, str] | None:
     """
     if "." in key:
         return None
-    rows = [(tool, pair) for tool in FLAT for pair in list_counterparts(tool) if pair.key == key]
-    rows = [(tool, pair) for tool, pair in rows if pair.ours] or rows
-    if not rows:
+    pairs = {tool: pair for tool in FLAT if (pair := _find(key, tool)) is not None}
+    pairs = {tool: pair for tool, pair in pairs.items() if pair.ours} or pairs
+    if not pairs:
         return None
-    whose = " and ".join(f"{tool}'s" for tool, _ in rows[:2])
-    pair = rows[0][1]
+    whose = " and ".join(f"{tool}'s" for tool in list(pairs)[:2])
+    pair = next(iter(pairs.values()))
     if pair.ours is None:
         return key, f"{whose} name; no such key: {pair.note}"
     return pair.ours, f"{whose} name; here it is {_describe(pair)}"
+
+
+def _find(key: str, tool: Tool) -> Counterpart | None:
+    return next((pair for pair in list_counterparts(tool) if pair.key == key), None)
 
 
 def _describe(pair: Counterpart) -> str:

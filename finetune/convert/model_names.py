@@ -21,48 +21,93 @@ FAMILIES = (
     (r"nemotron-(super-49b|ultra-253b|nas)", None),  # whose code is not transformers'
     (r"distill.*llama|llama-?3\S*nemotron", "llama"),
     (r"distill.*qwen|openthinker|qwq", "qwen2"),
-    (r"mixtral|8x\d+b", "mixtral"), (r"nemotron-(h|3|nano|ultra|super)|nano-30b", "nemotron_h"),
+    (r"mixtral|8x\d+b", "mixtral"),
+    (r"nemotron-(h|3|nano|ultra|super)|nano-30b", "nemotron_h"),
     (r"nemotron|minitron", "nemotron"),
-    (r"redpajama|pythia|neox|dolly", "gpt_neox"), (r"gpt-?j", "gptj"), (r"cerebras-gpt|gpt-?2", "gpt2"),
+    (r"redpajama|pythia|neox|dolly", "gpt_neox"),
+    (r"gpt-?j", "gptj"),
+    (r"cerebras-gpt|gpt-?2", "gpt2"),
     (r"gpt-?oss", "gpt_oss"),
-    (r"falcon-?h1", "falcon_h1"), (r"falcon-?(7b|40b|rw)", "falcon"), (r"falcon-?mamba", "falcon_mamba"),
+    (r"falcon-?h1", "falcon_h1"),
+    (r"falcon-?(7b|40b|rw)", "falcon"),
+    (r"falcon-?mamba", "falcon_mamba"),
     (r"falcon-?(3|e)", "llama"),
-    (r"\bmpt", "mpt"), (r"bloom", "bloom"), (r"stablelm|stable-?code", "stablelm"), (r"codegen", "codegen"),
+    (r"\bmpt", "mpt"),
+    (r"bloom", "bloom"),
+    (r"stablelm|stable-?code", "stablelm"),
+    (r"codegen", "codegen"),
     (r"rwkv", "rwkv"),
-    (r"starcoder-?2|starchat-?2", "starcoder2"), (r"starcoder|santacoder", "gpt_bigcode"),
-    (r"phi-?(3|4)", "phi3"), (r"phi-?[12]", "phi"), (r"smollm-?3(?!\d)", "smollm3"), (r"apertus", "apertus"),
-    (r"qwen-?3(\.\d|[-_.]?(5|next))", "qwen3_5_text"), (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
+    (r"starcoder-?2|starchat-?2", "starcoder2"),
+    (r"starcoder|santacoder", "gpt_bigcode"),
+    (r"phi-?(3|4)", "phi3"),
+    (r"phi-?[12]", "phi"),
+    (r"smollm-?3(?!\d)", "smollm3"),
+    (r"apertus", "apertus"),
+    (r"qwen-?3(\.\d|[-_.]?(5|next))", "qwen3_5_text"),
+    (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
     (r"qwen-?3", "qwen3"),
-    (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"), (r"qwen", "qwen2"),
-    (r"gemma-?4.*a\d+b", None), (r"gemma-?4", "gemma4_text"), (r"gemma-?3", "gemma3_text"),
-    (r"gemma-?2-|gemma2", "gemma2"), (r"gemma", "gemma"),
-    (r"deepseek-?(coder-)?v2", "deepseek_v2"), (r"deepseek-?v3\.2", "deepseek_v32"),
-    (r"deepseek-?(v3|r1)|moonlight|kimi-k2", "deepseek_v3"), (r"minimax-?m2", "minimax_m2"),
-    (r"minimax-?(m1|text)", "minimax"), (r"mimo-v2-flash", "mimo_v2_flash"),
-    (r"llama-?4|scout|maverick", "llama4_text"), (r"glm-?5", "glm_moe_dsa"),
-    (r"granite-?4", "granitemoehybrid"), (r"bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"),
+    (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"),
+    (r"qwen", "qwen2"),
+    (r"gemma-?4.*a\d+b", None),
+    (r"gemma-?4", "gemma4_text"),
+    (r"gemma-?3", "gemma3_text"),
+    (r"gemma-?2-|gemma2", "gemma2"),
+    (r"gemma", "gemma"),
+    (r"deepseek-?(coder-)?v2", "deepseek_v2"),
+    (r"deepseek-?v3\.2", "deepseek_v32"),
+    (r"deepseek-?(v3|r1)|moonlight|kimi-k2", "deepseek_v3"),
+    (r"minimax-?m2", "minimax_m2"),
+    (r"minimax-?(m1|text)", "minimax"),
+    (r"mimo-v2-flash", "mimo_v2_flash"),
+    (r"llama-?4|scout|maverick", "llama4_text"),
+    (r"glm-?5", "glm_moe_dsa"),
+    (r"granite-?4", "granitemoehybrid"),
+    (r"bamba", "bamba"),
+    (r"granite.*moe|granite.*a\d+m", "granitemoe"),
     (r"granite", "granite"),
-    (r"olmoe", "olmoe"), (r"olmo-?3", "olmo3"), (r"olmo-?2", "olmo2"), (r"olmo", "olmo"),
-    (r"glm-?4\.(1v|6v-flash)", "glm4v_text"), (r"glm-?4\.7-flash", "glm4_moe_lite"), (r"glm-?4\.(5|6|7)", "glm4_moe"),
-    (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"), (r"glm-?4", "glm"),
-    (r"lfm2.*a\d+b", "lfm2_moe"), (r"lfm2", "lfm2"), (r"dbrx", "dbrx"), (r"jamba", "jamba"), (r"mamba", "mamba2"),
-    (r"command-?r7b|command-?a", "cohere2"), (r"command|cohere|aya", "cohere"),
+    (r"olmoe", "olmoe"),
+    (r"olmo-?3", "olmo3"),
+    (r"olmo-?2", "olmo2"),
+    (r"olmo", "olmo"),
+    (r"glm-?4\.(1v|6v-flash)", "glm4v_text"),
+    (r"glm-?4\.7-flash", "glm4_moe_lite"),
+    (r"glm-?4\.(5|6|7)", "glm4_moe"),
+    (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"),
+    (r"glm-?4", "glm"),
+    (r"lfm2.*a\d+b", "lfm2_moe"),
+    (r"lfm2", "lfm2"),
+    (r"dbrx", "dbrx"),
+    (r"jamba", "jamba"),
+    (r"mamba", "mamba2"),
+    (r"command-?r7b|command-?a", "cohere2"),
+    (r"command|cohere|aya", "cohere"),
     (r"seed-?oss", "seed_oss"),
     (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
     (r"ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
-    (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
-)  # fmt: skip
+    (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"),
+    (r"llama", "llama"),
+)
 # Of vision-language models, the model_type of the whole.
 VISION_FAMILIES = (
-    (r"qwen-?3[-_]?vl.*a\d+b", "qwen3_vl_moe"), (r"qwen-?3[-_]?vl", "qwen3_vl"), (r"qwen-?2\.5[-_]?vl", "qwen2_5_vl"),
-    (r"qwen-?2[-_]?vl", "qwen2_vl"), (r"qwen-?3\.\d.*a\d+b", "qwen3_5_moe"), (r"qwen-?3\.\d", "qwen3_5"),
+    (r"qwen-?3[-_]?vl.*a\d+b", "qwen3_vl_moe"),
+    (r"qwen-?3[-_]?vl", "qwen3_vl"),
+    (r"qwen-?2\.5[-_]?vl", "qwen2_5_vl"),
+    (r"qwen-?2[-_]?vl", "qwen2_vl"),
+    (r"qwen-?3\.\d.*a\d+b", "qwen3_5_moe"),
+    (r"qwen-?3\.\d", "qwen3_5"),
     (r"internvl", "internvl"),
-    (r"gemma-?3n", "gemma3n"), (r"gemma-?3-(4|12|27)b", "gemma3"), (r"gemma-?4", "gemma4"), (r"glm-4\.6v", "glm46v"),
+    (r"gemma-?3n", "gemma3n"),
+    (r"gemma-?3-(4|12|27)b", "gemma3"),
+    (r"gemma-?4", "gemma4"),
+    (r"glm-4\.6v", "glm46v"),
     (r"glm-4\.\dv", "glm4v"),
-    (r"smolvlm", "smolvlm"), (r"llama-?3\.2.*vision", "mllama"), (r"llama-?4", "llama4"), (r"pixtral|llava", "llava"),
+    (r"smolvlm", "smolvlm"),
+    (r"llama-?3\.2.*vision", "mllama"),
+    (r"llama-?4", "llama4"),
+    (r"pixtral|llava", "llava"),
     (r"mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|mistral-medium-3\.5", "mistral3"),
     (r"moss-vl", "moss_vl"),
-)  # fmt: skip
+)
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|gemma-?3n|internvl|kimi-vl|glm-4\.\dv|minicpm-[vo]"
@@ -93,17 +138,19 @@ BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as i
 
 IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("processor_type", "is_multimodal"),
-    "LLaMA-Factory": ("image_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector",
-    "freeze_language_model"),
-}  # fmt: skip
+    "LLaMA-Factory": (
+        "image_max_pixels",
+        "freeze_vision_tower",
+        "freeze_multi_modal_projector",
+        "freeze_language_model",
+    ),
+}
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
 BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")  # Automodel's own classes with an auxiliary loss
 AUTOMODEL_ADAPTERS = "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
 AUXILIARY = "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds it here"
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
-MOE_KEYS = (
-    "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
-)  # fmt: skip
+MOE_KEYS = ("llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe")
 
 
 def guess_family(name: str) -> str | None:
@@ -225,16 +272,47 @@ def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
 
 # Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write other turns.
 TEMPLATES = {
-    "llama3": "llama3", "llama-3": "llama3", "llama4": "llama4", "chatml": "chatml", "yi": "chatml", "smollm": "chatml",
-    "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml",
-    "qwen3_5_nothink": "chatml", "qwen3_5": "qwen3.5", "qwen3_6": "qwen3.6",
-    "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "gemma3n": "gemma", "mistral": "mistral",
-    "mistral_v1": "mistral-v1", "mistral_v2v3": "mistral-v3", "mistral_v3_tekken": "mistral-v3-tekken",
-    "mistral_v7_tekken": "mistral-v7-tekken", "mistral_small": "mistral-v7-tekken", "phi_3": "phi3", "phi_35": "phi3",
-    "phi": "phi3", "phi4": "phi4", "phi_4": "phi4", "deepseek3": "deepseek-v3", "deepseek_v2": "deepseek-v3",
-    "deepseek_v3": "deepseek-v3", "cohere": "command-r", "aya": "command-r", "granite3": "granite", "llama2": "inst",
-    "falcon_h1": "hermes", "nemotron_h": "chatml", "gemma4": "gemma4", "gemma4_unified": "gemma4",
-}  # fmt: skip
+    "llama3": "llama3",
+    "llama-3": "llama3",
+    "llama4": "llama4",
+    "chatml": "chatml",
+    "yi": "chatml",
+    "smollm": "chatml",
+    "qwen": "qwen",
+    "qwen_25": "qwen",
+    "qwen2_5": "qwen",
+    "qwen3": "qwen3",
+    "qwen3_nothink": "chatml",
+    "qwen3_5_nothink": "chatml",
+    "qwen3_5": "qwen3.5",
+    "qwen3_6": "qwen3.6",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+    "gemma3n": "gemma",
+    "mistral": "mistral",
+    "mistral_v1": "mistral-v1",
+    "mistral_v2v3": "mistral-v3",
+    "mistral_v3_tekken": "mistral-v3-tekken",
+    "mistral_v7_tekken": "mistral-v7-tekken",
+    "mistral_small": "mistral-v7-tekken",
+    "phi_3": "phi3",
+    "phi_35": "phi3",
+    "phi": "phi3",
+    "phi4": "phi4",
+    "phi_4": "phi4",
+    "deepseek3": "deepseek-v3",
+    "deepseek_v2": "deepseek-v3",
+    "deepseek_v3": "deepseek-v3",
+    "cohere": "command-r",
+    "aya": "command-r",
+    "granite3": "granite",
+    "llama2": "inst",
+    "falcon_h1": "hermes",
+    "nemotron_h": "chatml",
+    "gemma4": "gemma4",
+    "gemma4_unified": "gemma4",
+}
 FIRST_TOKEN = "the BOS token begins a conversation there"
 OWN_SYSTEM = "a system message of its own there, where a row has none"
 NO_SYSTEM = "system messages are left out there"
@@ -262,16 +340,23 @@ BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "gra
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
-    "llama2_tokenizer": "inst-torchtune", "mistral_tokenizer": "inst-torchtune", "gemma_tokenizer": "joined",
+    "llama2_tokenizer": "inst-torchtune",
+    "mistral_tokenizer": "inst-torchtune",
+    "gemma_tokenizer": "joined",
     "llama3_tokenizer": "llama3",
-    "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml",
-    "phi3_mini_tokenizer": "phi3", "phi4_tokenizer": "phi4",
-}  # fmt: skip
+    "qwen2_tokenizer": "chatml",
+    "qwen2_5_tokenizer": "chatml",
+    "qwen3_tokenizer": "chatml",
+    "phi3_mini_tokenizer": "phi3",
+    "phi4_tokenizer": "phi4",
+}
 # Models whose turns mistral-common writes, by the version of their tokenizers.
 MISTRAL_COMMON = {
-    r"ministral-3-|magistral-small-25(07|09)": "mistral-v13-tekken", r"mistral-small-3\.2": "mistral-v11-tekken",
-    r"mistral-small-(3\.1|24b)": "mistral-v7-tekken", r"ministral-8b|nemo": "mistral-v3-tekken",
-}  # fmt: skip
+    r"ministral-3-|magistral-small-25(07|09)": "mistral-v13-tekken",
+    r"mistral-small-3\.2": "mistral-v11-tekken",
+    r"mistral-small-(3\.1|24b)": "mistral-v7-tekken",
+    r"ministral-8b|nemo": "mistral-v3-tekken",
+}
 OTHER_STYLES = ("alpaca", "metharme")  # Axolotl's names that are of no model
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 
@@ -334,10 +419,14 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
 ALL_OF_TEXT = r"language_model(\.model)?(\.\*|\.\.\*)?$"
 # Decoder layers of models whose last ones a file may name, by the models' names.
 LAYERS = {
-    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32, r"llama-?2-13b": 40, r"llama-?3\S*70b|llama-?2-70b": 80,
-    r"llama-?3\.2-1b": 16, r"llama-?3\.2-3b": 28, r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
+    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32,
+    r"llama-?2-13b": 40,
+    r"llama-?3\S*70b|llama-?2-70b": 80,
+    r"llama-?3\.2-1b": 16,
+    r"llama-?3\.2-3b": 28,
+    r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
     r"qwen3-(4|8)b": 36,
-}  # fmt: skip
+}
 TRAINED_TOWER = (
     "the vision tower and the projector are trained too there, frozen here; trainable_modules: [visual] trains them "
     "alone"

@@ -20,15 +20,25 @@ LOSS_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_type", "LLaMA-Factory": "pr
 WEIGHT_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_weights", "LLaMA-Factory": ""}
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
 TRL_SIGNS = (
-    "beta", "loss_type", "max_prompt_length", "precompute_ref_log_probs", "ref_model", "desirable_weight",
-    "undesirable_weight", "rpo_alpha", "simpo_gamma", "cpo_alpha", "loss_weights",
-)  # fmt: skip
+    "beta",
+    "loss_type",
+    "max_prompt_length",
+    "precompute_ref_log_probs",
+    "ref_model",
+    "desirable_weight",
+    "undesirable_weight",
+    "rpo_alpha",
+    "simpo_gamma",
+    "cpo_alpha",
+    "loss_weights",
+)
 SFT_LOSSES = (None, "nll", "chunked_nll", "dft")
 TRL_NAMES = ("kto", "orpo", "dpo", "simpo")  # of trainers, in the names of files and folders
 # Where our default differs, by what the tool's own preference trainer takes.
 PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "TRL": {"learning_rate": 1e-6}, "Axolotl": {"overlength": "drop"},
-}  # fmt: skip
+    "TRL": {"learning_rate": 1e-6},
+    "Axolotl": {"overlength": "drop"},
+}
 KL_DIVERGENCES = {"ForwardKL": 0.0, "KDLoss": 0.0, "ReverseKL": 1.0}  # -> distill_beta
 WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")  # disable_dropout is the default of TRL's trainers
 WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"

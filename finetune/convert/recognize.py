@@ -54,24 +54,44 @@ AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
 AUTOMODEL_RECIPES = (AUTOMODEL_RECIPE, "FinetuneRecipeForVLM")
 # Parts of the names of Automodel's recipes, and of its models' classes.
 AUTOMODEL_CAUSES = {
-    "Benchmark": "a benchmark", "KnowledgeDistillation": "distillation", "Diffusion": "diffusion",
-    "Encoder": "retrieval", "Embedding": "retrieval", "SequenceClassification": "classification", "Omni": "audio",
-    "Eagle": "speculative decoding", "Pretrain": "pretraining",
-}  # fmt: skip
-AUTOMODEL_MODELS = {
-    "Seq2Seq": "encoder-decoder models", "MultiModal": "multimodal",
+    "Benchmark": "a benchmark",
+    "KnowledgeDistillation": "distillation",
+    "Diffusion": "diffusion",
+    "Encoder": "retrieval",
+    "Embedding": "retrieval",
     "SequenceClassification": "classification",
-}  # fmt: skip
+    "Omni": "audio",
+    "Eagle": "speculative decoding",
+    "Pretrain": "pretraining",
+}
+AUTOMODEL_MODELS = {
+    "Seq2Seq": "encoder-decoder models",
+    "MultiModal": "multimodal",
+    "SequenceClassification": "classification",
+}
 FACTORY_STAGES = {"rm": "reward model", "ppo": "online RL"}
 V1_NAMES = {
-    "model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size", "train_dataset": "dataset",
-}  # fmt: skip
+    "model": "model_name_or_path",
+    "micro_batch_size": "per_device_train_batch_size",
+    "train_dataset": "dataset",
+}
 V1_DEFAULTS: Mapping[str, Any] = {
-    "stage": "sft", "do_train": True, "template": "qwen3_nothink", "per_device_train_batch_size": 1, "cutoff_len": 2048,
-    "learning_rate": 1e-4, "num_train_epochs": 3, "bf16": True, "pure_bf16": True, "lr_scheduler_type": "constant",
-    "weight_decay": 0.01, "logging_steps": 1, "save_strategy": "no", "batching_strategy": "normal",
+    "stage": "sft",
+    "do_train": True,
+    "template": "qwen3_nothink",
+    "per_device_train_batch_size": 1,
+    "cutoff_len": 2048,
+    "learning_rate": 1e-4,
+    "num_train_epochs": 3,
+    "bf16": True,
+    "pure_bf16": True,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.01,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "batching_strategy": "normal",
     "enable_activation_checkpointing": True,
-}  # fmt: skip
+}
 V1_ADAPTERS: Mapping[str, tuple[str, Any]] = {  # a key of peft_config -> the older key, and its default
     "r": ("lora_rank", 8),
     "lora_alpha": ("lora_alpha", 16),
@@ -79,9 +99,16 @@ V1_ADAPTERS: Mapping[str, tuple[str, Any]] = {  # a key of peft_config -> the ol
     "target_modules": ("lora_target", "all"),
     "use_rslora": ("use_rslora", False),
 }
-V1_UNREAD = ("peft_config", "dist_config", "kernel_config", "init_config", "model_class", "batching_workers",
-"sample_backend",
-             "max_new_tokens")  # fmt: skip
+V1_UNREAD = (
+    "peft_config",
+    "dist_config",
+    "kernel_config",
+    "init_config",
+    "model_class",
+    "batching_workers",
+    "sample_backend",
+    "max_new_tokens",
+)
 
 
 class Refusal(UserError):

@@ -45,11 +45,17 @@ class Conversion:
 
 
 SCHEDULES = {
-    "cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "linear": "linear",
+    "constant": "constant",
     "wsd": "warmup_stable_decay",
-    "constant_with_warmup": "constant", "get_cosine_schedule_with_warmup": "cosine", "polynomial": "polynomial",
-    "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "warmup_stable_decay",
-}  # fmt: skip
+    "constant_with_warmup": "constant",
+    "get_cosine_schedule_with_warmup": "cosine",
+    "polynomial": "polynomial",
+    "inverse_sqrt": "inverse_sqrt",
+    "warmup_stable_decay": "warmup_stable_decay",
+}
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 ATTENTION = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "auto"}
 OVERLENGTH = {"drop": "drop", "truncate": "truncate", "raise": "error"}

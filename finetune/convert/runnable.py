@@ -40,9 +40,17 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 ABSENT: Mapping[str, tuple[str, ...]] = {"glm4_moe_lite": ("q_proj",)}
 MOST_CHANGES = 12
 SOME_NAME = "some/name"
-SAME_LOSS = ("attn_implementation", "torch_compile", "use_liger_kernel", "expert_parallel_size", "activation_offload",
-             "pipeline_parallel_size",
-             "activation_checkpointing_keeps", "async_save", "optim_in_backward")  # fmt: skip
+SAME_LOSS = (
+    "attn_implementation",
+    "torch_compile",
+    "use_liger_kernel",
+    "expert_parallel_size",
+    "activation_offload",
+    "pipeline_parallel_size",
+    "activation_checkpointing_keeps",
+    "async_save",
+    "optim_in_backward",
+)
 NO_CONV1D = "the family's layers are transformers' Conv1D, which get no adapters here"
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
 
