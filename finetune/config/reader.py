@@ -416,37 +416,42 @@ def _matches(pattern: Path) -> bool:
 
 
 def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
-    """(the key that was probably meant, else `key`; a sentence for the user).
+    """Returns (the key that was probably meant, else `key`; a sentence for the user).
 
     `known` are the keys at that place of the file: the recipe's, or those of an entry of `datasets`.
     """
-    top_level = "path" not in known
-    if top_level and key in {field.name for field in fields(DatasetSource)}:
-        return (
-            key,
-            f"{key}: a key of each entry of datasets; write it there, as in datasets=[{{path: ..., {key}: ...}}]",
-        )
-    if top_level and key in MEANT:
-        ours, sentence = MEANT[key]
-        return ours or key, f"{key}: {sentence}"
-    foreign = next(filter(None, (hints.explain_key(key) for hints in _hints)), None)
-    if top_level and foreign is not None:
-        ours, sentence = foreign
-        return ours, f"{key}: {sentence}"
-    if top_level and (plain := key.removeprefix("parallelism_config_")) in IN_RECIPE:
-        return IN_RECIPE[plain], f"{key}: no such key; here it is {IN_RECIPE[plain]}"
-    if top_level and key in IN_ACCELERATE_FILE:
-        return key, f"{key}: no such key; write {IN_ACCELERATE_FILE[key]} in a copy of the Accelerate file"
-    if top_level and (key in ACCELERATE_KEYS or key.startswith(("fsdp_", "parallelism_config_"))):
-        return (
-            key,
-            f"{key}: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names",
-        )
+    is_at_top = "path" not in known
+    explained = _explain_at_top(key) if is_at_top else None
+    if explained is not None:
+        meant, sentence = explained
+        return meant, f"{key}: {sentence}"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if close:
         return close[0], f"{key}: no such key; did you mean {close[0]}?"
-    listed = "docs/recipes.md lists them" if top_level else f"one of {', '.join(known)}"
+    listed = "docs/recipes.md lists them" if is_at_top else f"one of {', '.join(known)}"
     return key, f"{key}: no such key; {listed}"
+
+
+def _explain_at_top(key: str) -> tuple[str, str] | None:
+    """Explains a name that is known, though it is no key of a recipe."""
+    if key in {field.name for field in fields(DatasetSource)}:
+        example = f"datasets=[{{path: ..., {key}: ...}}]"
+        return key, f"a key of each entry of datasets; write it there, as in {example}"
+    if key in MEANT:
+        ours, sentence = MEANT[key]
+        return ours or key, sentence
+    for hints in _hints:
+        hint = hints.explain_key(key)
+        if hint is not None:
+            return hint
+    plain = key.removeprefix("parallelism_config_")
+    if plain in IN_RECIPE:
+        return IN_RECIPE[plain], f"no such key; here it is {IN_RECIPE[plain]}"
+    if key in IN_ACCELERATE_FILE:
+        return key, f"no such key; write {IN_ACCELERATE_FILE[key]} in a copy of the Accelerate file"
+    if key in ACCELERATE_KEYS or key.startswith(("fsdp_", "parallelism_config_")):
+        return key, "Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names"
+    return None
 
 
 def explain_value(key: str, value: object) -> str | None:
