@@ -102,7 +102,7 @@ class Settings:
     places: Mapping[str, str] = field(default_factory=dict)  # of keys without prefixes, with their lines
 
     def place_of(self, key: str) -> str:
-        """Where `key` is stated, to begin a message with: the file and its line, or the source alone."""
+        """Returns where `key` is stated, to begin a message with: the file and its line, or the source alone."""
         return self.places.get(key, self.source)
 
     @property
@@ -196,7 +196,7 @@ def _translate_section(
 
 
 def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
-    """The places of keys by their names without section and prefix.
+    """Returns the places of keys by their names without section and prefix.
 
     >>> _plain_places({"parallelism_config.parallelism_config_tp_size": "a.yaml:3", "fsdp_config.fsdp_version": "a.yaml:1"})
     {'tp_size': 'a.yaml:3', 'version': 'a.yaml:1'}
@@ -220,7 +220,7 @@ def _refuse_broken_json(path: Path) -> None:
 
 
 def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[str]:
-    """What a file asks for and has no effect, a line each."""
+    """Yields a line for each thing that a file asks for and that has no effect."""
     sequences = []
     for key, default in OTHER_MESH_KEYS.items():
         if mesh.get(key) is not None and str(mesh[key]).lower() != str(default).lower():
@@ -240,7 +240,7 @@ def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[s
 
 
 def _read_deepspeed_file(path: Path) -> Settings:
-    """The settings of DeepSpeed's own JSON file, named in place of an Accelerate file."""
+    """Returns the settings of DeepSpeed's own JSON file, named in place of an Accelerate file."""
     translation = translate_deepspeed({"deepspeed_config_file": str(path)}, str(path), None)
     if translation.mixed_precision is None:
         left = "mixed_precision: no, as the file leaves it to a trainer; set bf16.enabled: true in it for bf16"
@@ -291,7 +291,7 @@ def _explain_unknown_key(key: str) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> Settings | None:
-    """The FSDP or DeepSpeed settings that the launcher exported; None where it exported none.
+    """Returns the FSDP or DeepSpeed settings that the launcher exported; None where it exported none.
 
     Raises `UserError` where it asks for what is not supported: planned as something else, that would be ignored.
     """
@@ -349,7 +349,7 @@ COMPARED = {
 
 
 def read_sharding(config: str | None, accelerate_config: str | None, environ: Mapping[str, str]) -> Sharding:
-    """The layout of this run.
+    """Returns the layout of this run.
 
     `config` (the --config of the command) decides; else the FSDP settings that the launcher put in `environ`; else
     `accelerate_config` (the recipe's key); else what the launch implies: several processes are DDP, one is single.
@@ -378,7 +378,7 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
 
 
 def _interpret(settings: Settings) -> Sharding:
-    """The settings as a `Sharding`; raises `UserError` for values that do not fit."""
+    """Returns the settings as a `Sharding`; raises `UserError` for values that do not fit."""
     read = _SettingsReader(settings)
     layout = LAYOUTS[settings.distributed_type]
     version = str(settings.fsdp.get("version", 1))
@@ -495,7 +495,7 @@ class _SettingsReader:
         return value
 
     def fp8(self) -> Fp8:
-        """The fp8_config section."""
+        """Returns the fp8_config section."""
         section = self.settings.fp8
         backend = str(section.get("backend") or "AO").upper()
         name = str(section.get("recipe_name") or "tensorwise").lower()
@@ -512,7 +512,7 @@ class _SettingsReader:
 
 
 def _show(value: Any) -> str:
-    """A value of `Sharding` as a sentence names it."""
+    """Returns a value of `Sharding` as a sentence names it."""
     if isinstance(value, Mapping):
         return describe_sizes(value)
     if isinstance(value, tuple):

@@ -37,7 +37,7 @@ def find_problems(
     steps: int | None = None,
     images: str | None = None,
 ) -> list[Problem]:
-    """What does not work together, the most important first, and then the notes.
+    """Lists what does not work together, the most important first, and then the notes.
 
     Args:
         recipe: As it was read.
@@ -68,7 +68,7 @@ def find_problems(
 
 
 def find_recipe_problems(recipe: Recipe, unusable: Collection[str]) -> list[Problem]:
-    """The problems of a recipe just read, but for notes. Rules that read an `unusable` key are skipped."""
+    """Lists the problems of a recipe just read, without notes. Skips rules that read an `unusable` key."""
     unknown: Any = None
     case = Case(recipe=recipe, layout=unknown, model=unknown, machine=unknown)
     rules = (*recipe_rules.REQUIRED, *RULES)
@@ -76,7 +76,7 @@ def find_recipe_problems(recipe: Recipe, unusable: Collection[str]) -> list[Prob
 
 
 def _judge(case: Case, rules: Iterable[Rule]) -> list[Problem]:
-    """What `rules` find, but for those that need what is not known of the case."""
+    """Applies the rules that need no more than is known of the case."""
     known = (rule for rule in rules if all(getattr(case, need) is not None for need in rule.needs))
     problems: list[Problem] = []
     for rule in known:

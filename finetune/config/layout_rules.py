@@ -123,7 +123,7 @@ def _count_micro_batches(case: Case) -> int:
 
 
 def _find_unequal_numbers(case: Case) -> list[str]:
-    """Numbers of a DeepSpeed file that are not those of the recipe."""
+    """Lists the numbers of a DeepSpeed file that differ from the recipe's."""
     recipe = case.recipe
     ranks = case.ranks // case.layout.ranks_per_batch
     optimization = case.recipe.optimization

@@ -39,7 +39,7 @@ TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in m
 
 
 def list_divisors(number: int, least: int = 2) -> str:
-    """Sizes that divide `number`, from `least` on, for an advice.
+    """Lists the sizes that divide `number`, from `least` on, for an advice.
 
     >>> list_divisors(6), list_divisors(7), list_divisors(1)
     ('2, 3 or 6', '7', '')
@@ -49,7 +49,7 @@ def list_divisors(number: int, least: int = 2) -> str:
 
 
 def set_to_divisor(key: str, number: int, condition: str = "") -> str:
-    """The advice to set `key` to a size that divides `number`.
+    """Returns the advice to set `key` to a size that divides `number`.
 
     >>> set_to_divisor("tp_size", 6), set_to_divisor("tp_size", 1)
     ('set it to 2, 3 or 6', 'remove tp_size')
@@ -59,7 +59,7 @@ def set_to_divisor(key: str, number: int, condition: str = "") -> str:
 
 
 def count_local_heads(case: Case) -> int:
-    """Attention heads that a rank of a tensor parallel group has of a token."""
+    """Counts the attention heads that a rank of a tensor parallel group has of a token."""
     is_whole = case.model.family.tensor_parallel == "products"
     return case.model.heads // (1 if is_whole else case.layout.tensor_parallel_size)
 
@@ -88,7 +88,7 @@ def trains_experts(case: Case) -> bool:
 
 
 def _find_uneven(case: Case) -> dict[str, int]:
-    """Sizes of the model that tp_size does not divide, by their names in config.json."""
+    """Returns the sizes of the model that tp_size does not divide, by their names in config.json."""
     model = case.model
     ranks = case.layout.tensor_parallel_size
     sizes = {"intermediate_size": model.intermediate}
@@ -142,7 +142,7 @@ def _names_unadaptable(case: Case) -> bool:
 
 
 def _find_unknown_targets(case: Case) -> list[str]:
-    """The names in `lora_target_modules` of no linear layer of the family, where its source is transformers' own."""
+    """Lists the names in `lora_target_modules` of no linear layer of a family that transformers has the source of."""
     lora = case.recipe.lora
     layers = find_linear_layers(case.model.model_type)
     if not lora.use_peft or case.recipe.model.trust_remote_code or not read_family_source(case.model.model_type):
@@ -177,7 +177,7 @@ def _describe_unknown_wraps(case: Case) -> str:
 
 
 def _other_quantization(case: Case) -> Iterator[str]:
-    """Keys that ask for another quantization than that of the files."""
+    """Yields the keys that ask for another quantization than that of the files."""
     stored = case.model.quantization
     usual = Quantization()
     asked = case.recipe.quantization
@@ -201,7 +201,7 @@ def _has_fp8_layer(case: Case) -> bool:
 
 
 def _list(trait: str) -> str:
-    """The families that have a trait."""
+    """Returns the families that have a trait."""
     return ", ".join(name for name, family in FAMILIES.items() if getattr(family, trait))
 
 

@@ -26,7 +26,7 @@ PEFT_PREFIX = "base_model.model."  # of every tensor's name in a PEFT folder
 
 
 def find_problem(pattern: str) -> str | None:
-    """What is wrong with a pattern by itself; None where it is one.
+    """Says what is wrong with a pattern by itself; None where it is one.
 
     >>> find_problem("*.mlp")
     '*.mlp: not a regular expression (nothing to repeat at position 0); any text is .*, as in layers.*.mlp'
@@ -59,12 +59,12 @@ def is_within(parameter: str, patterns: Iterable[str]) -> bool:
 
 
 def find_value(module: str, pattern_values: Mapping[str, int] | None, default: int) -> int:
-    """The value of the first pattern that names `module`, as in peft's rank_pattern and alpha_pattern."""
+    """Returns the value of the first pattern that names `module`, as in peft's rank_pattern and alpha_pattern."""
     return next((value for pattern, value in (pattern_values or {}).items() if is_named(module, pattern)), default)
 
 
 def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: tuple[str, ...] = ("",)) -> set[str]:
-    """The tensors that `trainable_modules` and `frozen_modules` leave trained, each by its first name.
+    """Returns the tensors that `trainable_modules` and `frozen_modules` leave trained, each by its first name.
 
     `tensors`: all names of each parameter; one that is tied has several. `text`: the beginnings of the names that text
     reaches; only a pattern that names none of these reaches the vision tower.
@@ -203,7 +203,7 @@ NAMED = ("lora_target_modules", "lora_target_parameters")  # beside the keys tha
 
 
 def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
-    """`recipe` with names of published modules replaced by those of the modules that hold them, and a line for each.
+    """Replaces names of published modules by those of the modules that hold them, with a line for each.
 
     A layer of each routed expert (Mixtral's `w1`) is part of one parameter in transformers 5, which is adapted.
     """
@@ -234,7 +234,7 @@ def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
 
 @cache
 def find_renames(model_type: str) -> Mapping[str, str]:
-    """Parts of names in the files of a family -> in its modules.
+    """Maps parts of names in the files of a family to those in its modules.
 
     >>> dict(find_renames("mixtral")), dict(find_renames("llama"))
     ({'block_sparse_moe': 'mlp'}, {})
@@ -249,7 +249,7 @@ def find_renames(model_type: str) -> Mapping[str, str]:
 
 @cache
 def find_expert_layers(model_type: str) -> Mapping[str, str]:
-    """Layers of each expert in a family's files, which its modules lack -> the parameter of all experts.
+    """Maps the layers of each expert in a family's files to the parameter that holds all experts.
 
     >>> dict(find_expert_layers("mixtral"))
     {'w1': 'experts.gate_up_proj', 'w3': 'experts.gate_up_proj', 'w2': 'experts.down_proj'}
@@ -277,21 +277,21 @@ def _rename_pattern(pattern: str, renames: Mapping[str, str]) -> str:
 
 
 def _as_name(part: Any) -> str | None:
-    """The parts of a module's name that a pattern of transformers stands for; None for one that is not only these."""
+    """Returns the parts of a module's name that transformers' pattern spells out; None where it stands for more."""
     name = str(part).replace("\\.", ".").strip("^.").removesuffix(".weight") if isinstance(part, str) else ""
     return name if re.fullmatch(r"\w+(\.\w+)*", name) else None
 
 
 @cache
 def _find_conversions(model_type: str, kind: str) -> tuple[tuple[Any, Any], ...]:
-    """The (source, target) of each conversion of a kind that transformers lists for a family."""
+    """Returns the (source, target) of each conversion of a kind that transformers lists for a family."""
     listed, aliases = _read_table()
     return tuple(_read_calls(listed.get(model_type) or listed.get(aliases.get(model_type, "")), kind))
 
 
 @cache
 def _read_table() -> tuple[Mapping[str, ast.List], Mapping[str, str]]:
-    """(family -> the list of its conversions, family -> the one whose conversions it shares)."""
+    """Reads (family -> the list of its conversions, family -> the one whose conversions it shares)."""
     spec = importlib.util.find_spec("transformers")
     path = Path(spec.origin).parent / "conversion_mapping.py" if spec is not None and spec.origin else Path()
     tree = ast.parse(path.read_text("utf-8") if path.is_file() else "")
@@ -322,7 +322,7 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """A parameter's name in the base's files: peft moves an adapted layer's own into one or more `base_layer`.
+    """Returns a parameter's name in the base's files: peft moves an adapted layer's own into one or more `base_layer`.
 
     >>> base_name("layers.0.mlp.experts.base_layer.base_layer.down_proj")
     'layers.0.mlp.experts.down_proj'
@@ -331,7 +331,7 @@ def base_name(name: str) -> str:
 
 
 def peft_name(name: str) -> str:
-    """PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of this project named.
+    """Returns PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of ours named.
 
     >>> peft_name("a.lora_magnitude_vector.default.weight"), peft_name("base_model.model.a.lora_A.weight")
     ('a.lora_magnitude_vector', 'a.lora_A.weight')

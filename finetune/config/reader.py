@@ -34,7 +34,7 @@ from finetune.files.json_files import parse_json
 
 
 def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> list[str]:
-    """Overrides as `key=value` texts, whichever way they were written.
+    """Returns overrides as `key=value` texts, whichever way they were written.
 
     Raises `UserError` for a key that is none, but close to one of the command's own `options` (num_processes, ...).
 
@@ -60,7 +60,7 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
 
 
 def read_override(text: str) -> tuple[Entry | None, list[str]]:
-    """The entry that a `key=value` text stands for, and what is wrong with it."""
+    """Returns the entry that a `key=value` text stands for, and what is wrong with it."""
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals:
         return None, [
@@ -81,17 +81,17 @@ class Hints(Protocol):
     """What a room above this one knows of other tools; a module with these two functions is one."""
 
     def find_writer(self, file: Mapping[str, Any], /) -> str | None:
-        """The tool for which a file was written; None where it may be a recipe."""
+        """Returns the tool that a file was written for; None where it may be a recipe."""
 
     def explain_key(self, key: str, /) -> tuple[str, str] | None:
-        """(our key, a sentence without the key) on another tool's key; None where it is nobody's."""
+        """Explains another tool's key: (our key, a sentence without the key); None where it is nobody's."""
 
 
 _hints: list[Hints] = []
 
 
 def add_hints(hints: Hints) -> None:
-    """Has every later error of the reader say what `hints` knows. To be called where a process begins."""
+    """Adds to every later error of the reader what `hints` knows. Call it where a process begins."""
     if hints not in _hints:
         _hints.append(hints)
 
@@ -121,7 +121,7 @@ NO = {"false", "no", "off"}  # without quotes, and not text, in YAML
 
 
 def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
-    """One sentence on a value that its key does not take. `also`: a value outside its bounds that it takes.
+    """Says in a sentence why a key does not take a value. `also`: a value outside its bounds that it takes.
 
     >>> from pydantic import TypeAdapter
     >>> try: TypeAdapter(int | None).validate_python("8", strict=True)
@@ -172,7 +172,7 @@ def _shown(value: Any) -> str:
 
 
 def shipped_folder(name: str) -> Path:
-    """The folder `name` (`recipes` or `accelerate_configs`): the checkout's own, or the installed package's."""
+    """Returns the folder `name` (`recipes` or `accelerate_configs`): the checkout's own, or the installed package's."""
     package = Path(__file__).resolve().parents[1]
     installed = package / name
     return installed if installed.is_dir() else package.parent / name
@@ -194,7 +194,7 @@ class _Checked:
 
 
 def find_file(name: str, folder: Path, what: str) -> Path:
-    """The file that `name` means: a path, or a name (with or without .yaml) in `folder`."""
+    """Returns the file that `name` means: a path, or a name (with or without .yaml) in `folder`."""
     article = "an" if what[0] in "AEIOU" else "a"
     if not name:
         raise UserError(f"the name of {article} {what} is empty; give a path, or a name of those in {folder}")
@@ -215,8 +215,9 @@ def find_file(name: str, folder: Path, what: str) -> Path:
 
 
 def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: bool = True) -> Recipe:
-    """The recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it; None: these
-    alone. `needs_data`: whether it must name `datasets`.
+    """Reads the recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it.
+
+    Without a name it reads the overrides alone. `needs_data`: whether they must name `datasets`.
 
     Raises `UserError` naming every mistake in the file and the overrides, one a line.
     """
@@ -264,14 +265,14 @@ def _refuse_another_tools_file(path: Path) -> None:
 
 
 def _model_folder(name: str) -> str:
-    """`name`, or the model/ in it where `name` is a checkpoint of a run (step-00000100)."""
+    """Returns `name`, or the model/ in it where `name` is a checkpoint of a run (step-00000100)."""
     model = Path(name) / "model"
     is_checkpoint = (Path(name) / "manifest.json").is_file() and (model / "config.json").is_file()
     return str(model) if is_checkpoint else name
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as a flat mapping with every key filled in: what recipe.yaml of a run holds."""
+    """Returns the recipe as a flat mapping with every key filled in: what recipe.yaml of a run holds."""
     flat: dict[str, Any] = {}
     for section in SECTIONS:
         flat |= asdict(getattr(recipe, section))
@@ -285,7 +286,7 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> _Checked:
-    """The entries' values in the types of the schema, and what is wrong with them."""
+    """Returns the entries' values in the types of the schema, and what is wrong with them."""
     checked = _Checked()
     for entry in entries:
         key = known.get(entry.key)
@@ -321,7 +322,7 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
 
 
 def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
-    """The value in the type of the key.
+    """Returns the value in the type of the key.
 
     Raises `_Unfit` where it does not fit, or names what is not there.
     """
@@ -351,7 +352,7 @@ def _check_patterns(patterns: Sequence[str]) -> None:
 
 
 def _locate_functions(value: str | Sequence[str], shipped: Collection[str], folder: Path) -> str | tuple[str, ...]:
-    """The functions' names, a file's from here or the recipe's folder."""
+    """Returns the functions' names, a file's from here or the recipe's folder."""
     try:
         if isinstance(value, str):
             return locate(value, folder, shipped)
@@ -361,7 +362,7 @@ def _locate_functions(value: str | Sequence[str], shipped: Collection[str], fold
 
 
 def _locate_file(value: str, folder: Path) -> str:
-    """A path that exists, or a hub name; Jinja text and an address stay as they are."""
+    """Returns a path that exists, or a hub name; Jinja text and an address stay as they are."""
     if any(mark in value for mark in ("\n", "://", "{{", "{%")):
         return value
     try:
@@ -402,7 +403,7 @@ def _adapter(key: str, section: str) -> TypeAdapter[Any]:
 
 
 def _located(value: str, folder: Path) -> str | None:
-    """A local path that exists, from here or the recipe's folder; a possible hub name as it is; else None."""
+    """Returns a local path that exists, from here or the recipe's folder; a possible hub name as it is; else None."""
     here = Path(value).expanduser()
     for candidate in (here, folder / value):
         if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
@@ -455,7 +456,7 @@ def _explain_at_top(key: str) -> tuple[str, str] | None:
 
 
 def explain_value(key: str, value: object) -> str | None:
-    """A sentence on another tool's value of a key that is the same here; None where it is not known.
+    """Returns a sentence on another tool's value of a key that is the same here; None where it is not known.
 
     >>> explain_value("optim", "paged_adamw_8bit")
     "paged_adamw_8bit: another tool's name; here it is adamw_8bit"

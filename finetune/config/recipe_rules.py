@@ -120,7 +120,7 @@ def _beside(
 
 
 def _uneven_widths(case: Case) -> list[int]:
-    """Inputs of linear layers that the group size does not divide, by the sizes that a config names."""
+    """Returns the inputs of linear layers that the group size does not divide, by the sizes that a config names."""
     model = case.model
     group = case["qat_group_size"]
     widths = {model.hidden, model.heads * model.head_size, model.intermediate} - {0}

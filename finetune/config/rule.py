@@ -32,7 +32,7 @@ class Case:
         return self.ranks // (self.layout.pipeline_parallel_size * (self.layout.replicate_size or 1))
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a recipe's key, or the attribute of this name."""
+        """Returns the value of a recipe's key, or the attribute of this name."""
         recipe_key = recipe_keys().get(key)
         if recipe_key is None:
             return getattr(self, key)
@@ -106,7 +106,7 @@ class Rule:
     is_note: bool = False  # worth a line, no reason to stop
 
     def check(self, case: Case) -> Iterable[Problem]:
-        """The problems of `case` by this rule."""
+        """Returns the problems of `case` by this rule."""
         if not self.when(case):
             return []
         messages = self.message.format_map(case) if isinstance(self.message, str) else self.message(case)
@@ -123,7 +123,7 @@ class Rule:
 
 
 def _find_place(keys: tuple[str, ...], case: Case) -> str:
-    """Where the first of `keys` stands that somebody set; the file where all of them are defaults."""
+    """Returns where the first of `keys` stands that somebody set; the file where all are defaults."""
     recipe = case.recipe
     layout = case.layout
     for key in ("teacher_model_name_or_path", *keys) if case.is_teacher else keys:
@@ -142,17 +142,17 @@ def _in_yaml(value: Any) -> str:
 
 
 def layout_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """A rule on the layout."""
+    """Returns a rule on the layout."""
     return Rule(name=name, keys=keys, needs=("layout",), **others)
 
 
 def model_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """A rule on the model."""
+    """Returns a rule on the model."""
     return Rule(name=name, keys=keys, needs=("model",), **others)
 
 
 def model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """A rule on the model under a layout."""
+    """Returns a rule on the model under a layout."""
     return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
 
 

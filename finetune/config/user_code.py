@@ -22,14 +22,14 @@ MANY_ROWS = 100_000  # from so many on, each tenfold number is said
 
 
 def expect_recipe(recipe: Any) -> Recipe:
-    """The recipe. Raises `UserError` where a script gives something else, such as a recipe's name."""
+    """Returns the recipe. Raises `UserError` where a script gives something else, such as a recipe's name."""
     if not isinstance(recipe, Recipe):
         raise UserError(f"recipe: {recipe!r} is no recipe; give load_recipe(...) of it")
     return recipe
 
 
 def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
-    """`FILE.py:NAME` with the file as it is found from here or from the recipe's `folder`; a `known` name as it is.
+    """Finds the file of `FILE.py:NAME` from here or from the recipe's `folder`; returns a `known` name as it is.
 
     Raises `ValueError` with a sentence where the text names no function, or there is no such file.
 
@@ -50,12 +50,12 @@ def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
 
 
 def file_of(name: str) -> Path:
-    """The file of `FILE.py:NAME`."""
+    """Returns the file of `FILE.py:NAME`."""
     return Path(name.rpartition(":")[0])
 
 
 def load(name: str) -> Any:
-    """What `FILE.py:NAME` names. The file is run once for all that it holds, and again once it was edited.
+    """Loads what `FILE.py:NAME` names. Runs the file once for all that it holds, and again once it was edited.
 
     Raises:
         UserError: Where the file cannot be run, or lacks the name; with the line.
@@ -73,7 +73,7 @@ def load(name: str) -> Any:
 
 
 def read_rows(name: str) -> Iterator[dict[str, Any]]:
-    """The rows that the function `FILE.py:NAME` yields. Raises `UserError` for what it raises."""
+    """Yields the rows that the function `FILE.py:NAME` yields. Raises `UserError` for what it raises."""
     function = load(name)
     with explained(name, function):
         rows = function()
@@ -95,7 +95,7 @@ def read_rows(name: str) -> Iterator[dict[str, Any]]:
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a user's code as a file has it: arrays and tensors as lists.
+    """Returns a row of a user's code as a file has it: arrays and tensors as lists.
 
     >>> import numpy
     >>> plain_row({"input_ids": numpy.arange(3), "source": "web"})
@@ -105,7 +105,7 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place_of(code: Any) -> str:
-    """`FILE:LINE: ` of the definition of a user's function or class; empty where that is not known."""
+    """Returns `FILE:LINE: ` of the definition of a user's function or class; empty where that is not known."""
     with suppress(TypeError, OSError):
         code = inspect.unwrap(code)
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}: "

@@ -69,7 +69,7 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = False) -> tuple[list[Entry], list[str]]:
-    """The top-level entries of a YAML file with their places, and what is wrong with its form, one sentence each.
+    """Reads the top-level entries of a YAML file with their places, and what is wrong with its form in sentences.
 
     A list of mappings under a key of `nested` is read as a list of lists of entries; another tool's file (`is_foreign`)
     may have aliases of single values. Raises `UserError` where the file
@@ -100,7 +100,7 @@ def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = Fals
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises `UserError`, for what is wrong with a value too."""
+    """Returns the mapping in a YAML file. Raises `UserError`, for what is wrong with a value too."""
     entries, problems = read_entries(path)
     if problems:
         raise UserError.of(problems)
@@ -108,7 +108,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
-    """What can be read of the mapping in a YAML file; empty where there is no such file, or none in it."""
+    """Reads what can be read of the mapping in a YAML file; empty where there is no such file, or none in it."""
     try:
         entries, _ = read_entries(path, is_foreign=is_foreign)
     except UserError:
@@ -117,7 +117,7 @@ def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
 
 
 def _compose(text: str, where: str, what: str = "YAML", is_foreign: bool = False) -> yaml.Node | None:
-    """The node of a text; None where it is empty. Raises `UserError`, with the line in a file."""
+    """Returns the node of a text; None where it is empty. Raises `UserError`, with the line in a file."""
     try:
         return yaml.compose(text, Loader=_ForeignLoader if is_foreign else _Loader)
     except yaml.YAMLError as error:
@@ -129,7 +129,7 @@ def _compose(text: str, where: str, what: str = "YAML", is_foreign: bool = False
 
 
 def read_value(text: str, key: str, where: str, nested: Iterable[str] = ()) -> tuple[Entry, list[str]]:
-    """`text` as the YAML value of `key`, as it is given on a command line, and what is wrong with it."""
+    """Reads `text` as the YAML value of `key` on a command line, with what is wrong with it."""
     problems: list[str] = []
     try:
         node = _compose(text, f"{where}: {key}", "a YAML value")
@@ -143,7 +143,7 @@ def read_value(text: str, key: str, where: str, nested: Iterable[str] = ()) -> t
 def _entries_of(
     node: yaml.MappingNode, place: Callable[[yaml.Node], str], nested: frozenset[str] | None, problems: list[str]
 ) -> list[Entry]:
-    """The entries of a file, or with `nested` None of an item in one of its lists."""
+    """Returns the entries of a file, or with `nested` None of an item in one of its lists."""
     entries: dict[str, Entry] = {}
     for key_node, value_node in node.value:
         key = str(key_node.value)
