@@ -13,8 +13,8 @@ from typing import Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from finetune.config.keys import Key, keys_of
-from finetune.config.other_tools import ENTRY_KEYS, TOOLS, TRL_ONLINE, Counterpart
 from finetune.config.schema import SECTIONS, DatasetSource, recipe_keys
+from finetune.convert.counterparts import DATA_SET_KEYS, GRPO, TOOL_NAMES, Counterpart, list_counterparts
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -130,29 +130,31 @@ def coming_from_page() -> str:
         "parallelism), one",
         "is written beside the recipe.",
         "Another tool's key in a recipe is an error that names ours. This page is made from the same tables",
-        "(`finetune/config/other_tools.py`, `finetune/convert`): `python benchmarks/pages.py`.",
+        "(`finetune/convert/*.csv`): `python benchmarks/pages.py`.",
         "",
         "Sharding, compute dtype and activation checkpointing belong in the Accelerate file that "
         "`accelerate_config` (or",
         "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same in both are "
         "not in the tables.",
     ]
-    for tool, of_tool in TOOLS.items():
-        pairs = of_tool + (TRL_ONLINE if tool == "TRL" else ())
+    for tool in TOOL_NAMES:
+        pairs = list_counterparts(tool)
+        if tool == "TRL":
+            pairs += list_counterparts(GRPO)
         lines += ["", f"## {tool}", "", "| There | Here | |", "| --- | --- | --- |"]
         lines += _counterparts(pairs)
-        unneeded = ", ".join(f"`{pair.theirs}`" for pair in pairs if not pair.has_effect)
+        unneeded = ", ".join(f"`{pair.key}`" for pair in pairs if not pair.has_effect)
         lines += ["", f"Without effect here: {unneeded}."]
         lines += ["", "Within a data set's own entry:", "", "| There | Here | |", "| --- | --- | --- |"]
-        lines += _counterparts(ENTRY_KEYS[tool])
+        lines += _counterparts(list_counterparts(tool, DATA_SET_KEYS))
     return "\n".join(lines) + "\n"
 
 
 def _counterparts(pairs: Iterable[Counterpart]) -> list[str]:
     return [
-        f"| `{pair.theirs}` | {f'`{pair.ours}`' if pair.ours else '–'} | {pair.note} |"
+        f"| `{pair.key}` | {f'`{pair.ours}`' if pair.ours else '–'} | {pair.note} |"
         for pair in pairs
-        if pair.has_effect and (pair.ours != pair.theirs or pair.note)
+        if pair.has_effect and (pair.ours != pair.key or pair.note)
     ]
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.reader import read_recipe
+from finetune.config.reader import add_hints, read_recipe
 from finetune.config.schema import Recipe
 from finetune.config.user_code import expect_recipe
 from finetune.constants import ADAPTER, EXPORT
+from finetune.convert import hints
 from finetune.errors import UserError, is_notebook
 from finetune.files.json_files import read_json_lines
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # imports torch or takes long
     from finetune.inference.conversation import Chat
     from finetune.plan.plan import Plan
     from finetune.training.callbacks import Callback
+
+add_hints(hints)
 
 
 def load_recipe(recipe: str | Path | None = None, **keys: Any) -> Recipe:

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 from finetune import __version__
 from finetune.config.methods import METHODS
-from finetune.config.reader import read_overrides
+from finetune.config.reader import add_hints, read_overrides
+from finetune.convert import hints
 from finetune.errors import (
     EXIT_PREEMPTED,
     EXIT_USER_ERROR,
@@ -38,6 +39,7 @@ COMMANDS = {
     "checkpoints": "finetune.checkpoint.folders:checkpoints_command",
 }
 TAKES_A_RECIPE = ("launch", "plan", "inspect")
+add_hints(hints)
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

@@ -23,10 +23,11 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import with_recipe_keys
 from finetune.config.layout import Sharding
 from finetune.config.pretrained import complete_lora
-from finetune.config.reader import find_file, read_overrides, read_recipe
+from finetune.config.reader import add_hints, find_file, read_overrides, read_recipe
 from finetune.config.schema import Recipe
 from finetune.config.yaml_file import find_yaml
 from finetune.constants import count_cores
+from finetune.convert import hints
 from finetune.errors import (
     EXIT_FAULT,
     EXIT_INTERRUPTED,
@@ -42,6 +43,7 @@ from finetune.units import counted
 
 REPORTED = (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # of which the rank has written why
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the run's own handlers save, then stop or continue
+add_hints(hints)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Reads the layout of a run from an Accelerate config or from the launcher's environment. Torch-free."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from json import JSONDecodeError
 from pathlib import Path
@@ -21,10 +21,10 @@ from finetune.config.layout import (
     Wrapping,
     describe_sizes,
 )
-from finetune.config.other_tools import ACCELERATE_KEYS, IN_RECIPE
+from finetune.config.other_names import ACCELERATE_KEYS, IN_RECIPE
 from finetune.config.reader import find_file, shipped_folder
 from finetune.config.schema import recipe_keys
-from finetune.config.yaml_file import read_entries
+from finetune.config.yaml_file import Entry, read_entries
 from finetune.errors import UserError
 from finetune.files.json_files import parse_json, read_bounded
 
@@ -102,7 +102,7 @@ class Settings:
     places: Mapping[str, str] = field(default_factory=dict)  # of keys without prefixes, with their lines
 
     def place_of(self, key: str) -> str:
-        """Where `key` is stated, to begin a message with: the file and its line, or the source alone."""
+        """Returns where `key` is stated, to begin a message with: the file and its line, or the source alone."""
         return self.places.get(key, self.source)
 
     @property
@@ -112,15 +112,13 @@ class Settings:
 
 
 def read_file(path: Path) -> Settings:
-    """The settings of a file; raises one `UserError` for all mistakes in its keys."""
+    """Reads the settings of a file; raises one `UserError` for all mistakes in its keys."""
     if path.suffix == ".json":
         _refuse_broken_json(path)
     entries, problems = read_entries(path)
     values = {entry.key: entry.value for entry in entries}
-    where = {entry.key: entry.where for entry in entries}
-    where |= {f"{entry.key}.{key}": place for entry in entries for key, place in entry.places.items()}
-    if values.keys() & {"model_name_or_path", "model_config", "datasets"} and not values.keys() & {"distributed_type"}:
-        raise UserError(f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config")
+    where = _list_places(entries)
+    _refuse_recipe(path, values)
     if "zero_optimization" in values or (values and not values.keys() - JSON_KEYS):  # DeepSpeed's own file
         return _read_deepspeed_file(path)
     if values.get("compute_environment") == "AMAZON_SAGEMAKER":
@@ -142,16 +140,8 @@ def read_file(path: Path) -> Settings:
         problems.append(f"{where['distributed_type']}: distributed_type: {distributed_type}: {reason}")
     precision = values.get("mixed_precision")
     precision = "no" if precision is False else precision  # YAML 1.1 reads a bare no as false
-    translation = None
     section = values.get("deepspeed_config") or {}
-    if distributed_type == "DEEPSPEED" and isinstance(section, dict):
-        try:
-            translation = translate_deepspeed(section, str(path), precision, path.parent)
-        except UserError as error:
-            problems.append(str(error))
-    elif section:
-        stated = "a mapping is expected" if distributed_type == "DEEPSPEED" else "it needs distributed_type: DEEPSPEED"
-        problems.append(f"{where['deepspeed_config']}: deepspeed_config: {stated}")
+    translation = _translate_section(section, distributed_type, precision, path, where, problems)
     machines = values.get("num_machines") or 1
     if isinstance(machines, bool) or not str(machines).isdigit():
         problems.append(f"{where['num_machines']}: num_machines: {machines} does not fit; a whole number is expected")
@@ -172,8 +162,41 @@ def read_file(path: Path) -> Settings:
     return settings if translation is None else _with_translation(settings, translation)
 
 
+def _list_places(entries: Iterable[Entry]) -> dict[str, str]:
+    """Lists where each key stands; one of a section as `section.key`."""
+    where = {entry.key: entry.where for entry in entries}
+    for entry in entries:
+        where |= {f"{entry.key}.{key}": place for key, place in entry.places.items()}
+    return where
+
+
+def _refuse_recipe(path: Path, values: Mapping[str, Any]) -> None:
+    if values.keys() & {"model_name_or_path", "model_config", "datasets"} and "distributed_type" not in values:
+        raise UserError(f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config")
+
+
+def _translate_section(
+    section: Any,
+    distributed_type: str,
+    precision: str | None,
+    path: Path,
+    where: Mapping[str, str],
+    problems: list[str],
+) -> Translation | None:
+    """Translates deepspeed_config; None where there is none, or where `problems` says what is wrong with it."""
+    if distributed_type == "DEEPSPEED" and isinstance(section, dict):
+        try:
+            return translate_deepspeed(section, str(path), precision, path.parent)
+        except UserError as error:
+            problems.append(str(error))
+    elif section:
+        stated = "a mapping is expected" if distributed_type == "DEEPSPEED" else "it needs distributed_type: DEEPSPEED"
+        problems.append(f"{where['deepspeed_config']}: deepspeed_config: {stated}")
+    return None
+
+
 def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
-    """The places of keys by their names without section and prefix.
+    """Returns the places of keys by their names without section and prefix.
 
     >>> _plain_places({"parallelism_config.parallelism_config_tp_size": "a.yaml:3", "fsdp_config.fsdp_version": "a.yaml:1"})
     {'tp_size': 'a.yaml:3', 'version': 'a.yaml:1'}
@@ -197,18 +220,18 @@ def _refuse_broken_json(path: Path) -> None:
 
 
 def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[str]:
-    """What a file asks for and has no effect, a line each."""
-    sequences = [
-        f"{key}: {mesh[key]}"
-        for key, default in OTHER_MESH_KEYS.items()
-        if mesh.get(key) is not None and str(mesh[key]).lower() != str(default).lower()
-    ]
+    """Yields a line for each thing that a file asks for and that has no effect."""
+    sequences = []
+    for key, default in OTHER_MESH_KEYS.items():
+        if mesh.get(key) is not None and str(mesh[key]).lower() != str(default).lower():
+            sequences.append(f"{key}: {mesh[key]}")
     if sequences:
         yield f"without effect here: {', '.join(sequences)}, as ranks trade tokens for heads"
     others = sorted(key for key in fp8.keys() & OTHER_BACKEND_KEYS if fp8[key] is not None)
     if others:
         yield f"without effect here: {', '.join(others)} of fp8_config: not torchao's"
-    recipe_name, gathers = fp8.get("recipe_name"), fp8.get("enable_fsdp_float8_all_gather")
+    recipe_name = fp8.get("recipe_name")
+    gathers = fp8.get("enable_fsdp_float8_all_gather")
     if recipe_name not in (None, "tensorwise") and str(gathers).lower() == "true":
         yield (
             "without effect here: enable_fsdp_float8_all_gather, as torchao gathers in bf16 under recipe_name: "
@@ -217,7 +240,7 @@ def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[s
 
 
 def _read_deepspeed_file(path: Path) -> Settings:
-    """The settings of DeepSpeed's own JSON file, named in place of an Accelerate file."""
+    """Returns the settings of DeepSpeed's own JSON file, named in place of an Accelerate file."""
     translation = translate_deepspeed({"deepspeed_config_file": str(path)}, str(path), None)
     if translation.mixed_precision is None:
         left = "mixed_precision: no, as the file leaves it to a trainer; set bf16.enabled: true in it for bf16"
@@ -247,11 +270,12 @@ def _read_section(
     places = {str(key).removeprefix(prefix): where[f"{name}.{key}"] for key in section}
     for key in plain.keys() - known:
         close = difflib.get_close_matches(key, known, n=1)
-        hint = (
-            f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(sorted(prefix + k for k in known))}"
-        )
         if key in IN_RECIPE:
             hint = f"it is {IN_RECIPE[key]} of the recipe; move it there"
+        elif close:
+            hint = f"did you mean {prefix}{close[0]}?"
+        else:
+            hint = f"known: {', '.join(sorted(prefix + name for name in known))}"
         problems.append(f"{places[key]}: {name}.{prefix}{key}: no such key; {hint}")
     for key in plain.keys() & UNSUPPORTED.keys():
         if plain[key]:
@@ -267,7 +291,7 @@ def _explain_unknown_key(key: str) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> Settings | None:
-    """The FSDP or DeepSpeed settings that the launcher exported; None where it exported none.
+    """Returns the FSDP or DeepSpeed settings that the launcher exported; None where it exported none.
 
     Raises `UserError` where it asks for what is not supported: planned as something else, that would be ignored.
     """
@@ -279,7 +303,8 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     problems = [f"{source}: {OTHER_TYPES[name]}" for name in OTHER_TYPES if asks_for(name)]
     if problems:
         raise UserError.of(problems)
-    precision, use_cpu = environ.get("ACCELERATE_MIXED_PRECISION", "no"), asks_for("CPU")
+    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    use_cpu = asks_for("CPU")
     mesh = {key: environ[variable] for key, variable in MESH_KEYS.items() if variable in environ}
     mesh = mesh if asks_for("PARALLELISM_CONFIG") else {}
     if asks_for("DEEPSPEED"):
@@ -324,7 +349,7 @@ COMPARED = {
 
 
 def read_sharding(config: str | None, accelerate_config: str | None, environ: Mapping[str, str]) -> Sharding:
-    """The layout of this run.
+    """Returns the layout of this run.
 
     `config` (the --config of the command) decides; else the FSDP settings that the launcher put in `environ`; else
     `accelerate_config` (the recipe's key); else what the launch implies: several processes are DDP, one is single.
@@ -346,13 +371,14 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
         stated = read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config"))
     else:
         processes = int(environ.get("WORLD_SIZE", "1"))
-        precision, fp8 = environ.get("ACCELERATE_MIXED_PRECISION", "no"), _read_fp8_environment(environ)
+        precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        fp8 = _read_fp8_environment(environ)
         stated = Settings(PLAIN_LAUNCH, "MULTI_GPU" if processes > 1 else "NO", precision, False, {}, {}, fp8=fp8)
     return _interpret(stated)
 
 
 def _interpret(settings: Settings) -> Sharding:
-    """The settings as a `Sharding`; raises `UserError` for values that do not fit."""
+    """Returns the settings as a `Sharding`; raises `UserError` for values that do not fit."""
     read = _SettingsReader(settings)
     layout = LAYOUTS[settings.distributed_type]
     version = str(settings.fsdp.get("version", 1))
@@ -469,7 +495,7 @@ class _SettingsReader:
         return value
 
     def fp8(self) -> Fp8:
-        """The fp8_config section."""
+        """Returns the fp8_config section."""
         section = self.settings.fp8
         backend = str(section.get("backend") or "AO").upper()
         name = str(section.get("recipe_name") or "tensorwise").lower()
@@ -486,7 +512,7 @@ class _SettingsReader:
 
 
 def _show(value: Any) -> str:
-    """A value of `Sharding` as a sentence names it."""
+    """Returns a value of `Sharding` as a sentence names it."""
     if isinstance(value, Mapping):
         return describe_sizes(value)
     if isinstance(value, tuple):
@@ -496,12 +522,14 @@ def _show(value: Any) -> str:
 
 def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
     """Raises `UserError` naming both values where the config and the launcher's settings differ."""
-    problems = [
-        f"{config.source}: {shown} is {_show(getattr(config, name))}, but {launched.source} say "
-        f"{_show(getattr(launched, name))}; remove --config, give both the same file, or unset the variables "
-        "that say so"
-        for name, shown in COMPARED.items()
-        if getattr(config, name) != getattr(launched, name)
-    ]
+    problems = []
+    for name, shown in COMPARED.items():
+        in_config = getattr(config, name)
+        in_launch = getattr(launched, name)
+        if in_config != in_launch:
+            problems.append(
+                f"{config.source}: {shown} is {_show(in_config)}, but {launched.source} say {_show(in_launch)}; "
+                "remove --config, give both the same file, or unset the variables that say so"
+            )
     if problems:
         raise UserError.of(problems)

@@ -16,7 +16,9 @@ from finetune.config.schema import Recipe
 from finetune.errors import UserError
 
 TRACKERS: Mapping[str, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-CUDA_FP8, HIP_FP8 = (8, 9), (9, 4)  # compute capability, from Ada (L40S, RTX 4090) and MI300 on
+# The least compute capability: Ada's (L40S, RTX 4090) and MI300's.
+CUDA_FP8 = (8, 9)
+HIP_FP8 = (9, 4)
 FLASH_GPUS: Mapping[str, tuple[int, ...]] = {  # major versions of the compute capability
     "flash_attention_2": (8, 9, 10, 11, 12),
     "flash_attention_3": (9,),
@@ -35,7 +37,7 @@ def find_problems(
     steps: int | None = None,
     images: str | None = None,
 ) -> list[Problem]:
-    """What does not work together, the most important first, and then the notes.
+    """Lists what does not work together, the most important first, and then the notes.
 
     Args:
         recipe: As it was read.
@@ -58,15 +60,15 @@ def find_problems(
         steps=steps,
         images=images,
     )
-    found = _judge(case, RULES)
+    problems = _judge(case, RULES)
     if teacher is not None and layout is not None:
         of_teacher = replace(case, model=teacher, is_teacher=True)
-        found += _judge(of_teacher, (rule for rule in RULES if rule.of_teacher))
-    return sorted(found, key=lambda problem: problem.is_note)
+        problems += _judge(of_teacher, (rule for rule in RULES if rule.of_teacher))
+    return sorted(problems, key=lambda problem: problem.is_note)
 
 
 def find_recipe_problems(recipe: Recipe, unusable: Collection[str]) -> list[Problem]:
-    """The problems of a recipe just read, but for notes. Rules that read an `unusable` key are skipped."""
+    """Lists the problems of a recipe just read, without notes. Skips rules that read an `unusable` key."""
     unknown: Any = None
     case = Case(recipe=recipe, layout=unknown, model=unknown, machine=unknown)
     rules = (*recipe_rules.REQUIRED, *RULES)
@@ -74,9 +76,12 @@ def find_recipe_problems(recipe: Recipe, unusable: Collection[str]) -> list[Prob
 
 
 def _judge(case: Case, rules: Iterable[Rule]) -> list[Problem]:
-    """What `rules` find, but for those that need what is not known of the case."""
+    """Applies the rules that need no more than is known of the case."""
     known = (rule for rule in rules if all(getattr(case, need) is not None for need in rule.needs))
-    return [problem for rule in known for problem in rule.check(case)]
+    problems: list[Problem] = []
+    for rule in known:
+        problems += rule.check(case)
+    return problems
 
 
 def refuse_problems(problems: Iterable[Problem]) -> list[Problem]:
@@ -85,11 +90,11 @@ def refuse_problems(problems: Iterable[Problem]) -> list[Problem]:
     Raises:
         UserError: With every problem that is no note, a line each.
     """
-    found = list(problems)
-    wrong = dict.fromkeys(str(problem) for problem in found if not problem.is_note)
+    problems = list(problems)
+    wrong = dict.fromkeys(str(problem) for problem in problems if not problem.is_note)
     if wrong:
         raise UserError.of(wrong)
-    return found
+    return problems
 
 
 def _machine_rule(name: str, *keys: str, **others: Any) -> Rule:
@@ -128,19 +133,22 @@ def _has_old_gpu(case: Case) -> bool:
 
 
 def _describe_old_gpu(case: Case) -> str:
-    (major, minor), needed = case.machine.capability or (0, 0), HIP_FP8 if case.machine.is_hip else CUDA_FP8
-    has, needs = f"{major}.{minor}", f"{needed[0]}.{needed[1]}"
+    needed = HIP_FP8 if case.machine.is_hip else CUDA_FP8
+    has = ".".join(map(str, case.machine.capability or (0, 0)))
+    needs = ".".join(map(str, needed))
     return f"mixed_precision: fp8: {case.machine.gpu} has compute capability {has}, and FP8 needs {needs}"
 
 
 def _lacks_flash_gpu(case: Case) -> bool:
-    needed, found = FLASH_GPUS.get(case["attn_implementation"]), case.machine.capability
-    return needed is not None and (found is None or found[0] not in needed)
+    needed = FLASH_GPUS.get(case["attn_implementation"])
+    capability = case.machine.capability
+    return needed is not None and (capability is None or capability[0] not in needed)
 
 
 def _describe_flash_gpu(case: Case) -> str:
-    name, found = case["attn_implementation"], case.machine.capability
-    here = "this is a CPU run" if found is None else f"this GPU has {found[0]}.{found[1]}"
+    name = case["attn_implementation"]
+    capability = case.machine.capability
+    here = "this is a CPU run" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
     needed = " or ".join(f"{major}.x" for major in FLASH_GPUS[name])
     return f"attn_implementation: {name} needs a GPU of compute capability {needed}, and {here}"
 

@@ -76,7 +76,7 @@ class Translation:
 def translate_deepspeed(
     section: Mapping[str, Any], source: str, mixed_precision: str | None, folder: Path | None = None
 ) -> Translation:
-    """The layout for `deepspeed_config`; `folder`: of the file, from which its JSON file may be named too.
+    """Translates `deepspeed_config`. `folder`: the file's own, from which its JSON file may be named too.
 
     Raises `UserError` with every key that asks for what there is not, or contradicts another.
     """
@@ -104,7 +104,7 @@ class _DeepspeedReader:
         self._asked: dict[str, float] = {}
 
     def translation(self) -> Translation:
-        """What has been read, translated."""
+        """Returns the layout for what has been read."""
         lines = [f"zero_stage {self._stage}: {STAGES[self._stage]}"]
         if self._offloaded:
             what = " and ".join(self._offloaded)
@@ -121,7 +121,7 @@ class _DeepspeedReader:
         )
 
     def read_section(self, section: Mapping[str, Any]) -> None:
-        """Accelerate's `deepspeed_config`; what it states prevails over the JSON file's `auto`."""
+        """Reads Accelerate's `deepspeed_config`, which prevails over the JSON file's `auto`."""
         for key, value in section.items():
             if key in ("offload_optimizer_device", "offload_param_device"):
                 self._read_offload(key.removesuffix("_device"), value)
@@ -139,7 +139,7 @@ class _DeepspeedReader:
                 self._refuse(f"deepspeed_config.{key}", "no such key of Accelerate's; remove it")
 
     def read_json(self, name: str, folder: Path | None) -> None:
-        """DeepSpeed's own file."""
+        """Reads DeepSpeed's own file."""
         candidates = [Path(name).expanduser(), *([folder / name] if folder else [])]
         path = next((candidate for candidate in candidates if candidate.is_file()), None)
         if path is None:
@@ -157,7 +157,8 @@ class _DeepspeedReader:
         content = {entry.key: entry.value for entry in entries}
         if "zero_optimization" not in content:
             self._stage = 0  # DeepSpeed's own default
-        before, self._where = self._where, str(path)
+        before = self._where
+        self._where = str(path)
         self._read_content(content)
         self._where = before
 

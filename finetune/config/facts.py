@@ -115,7 +115,7 @@ class MachineFacts:
 def read_model_facts(
     config: Mapping[str, Any], name: str, tokens: int | None = None, *, vision: bool = False
 ) -> ModelFacts:
-    """The facts of a config: the text model's part of config.json or `to_dict()`, with the family's defaults.
+    """Returns the facts of a config: the text model's part of config.json or `to_dict()`, with the family's defaults.
 
     Args:
         config: Keys as in config.json.
@@ -127,7 +127,8 @@ def read_model_facts(
         UserError: For every size or name in the config with which no model can be built.
     """
     refuse_wrong_values(config, name)
-    positions, heads = config.get("max_position_embeddings"), _size(config, "num_attention_heads")
+    positions = config.get("max_position_embeddings")
+    heads = _size(config, "num_attention_heads")
     hidden = _size(config, "hidden_size")
     return ModelFacts(
         model_type=str(config.get("model_type")),
@@ -184,23 +185,23 @@ def names_vision_language(config: Mapping[str, Any]) -> bool:
 
 
 def count_experts(config: Mapping[str, Any]) -> int:
-    """The routed experts of a layer by the config; 0 for a dense model."""
+    """Counts the routed experts of a layer by the config; 0 for a dense model."""
     return _size(config, *EXPERT_COUNTS) or _size(_experts_section(config), *EXPERT_COUNTS)
 
 
 def count_chosen(config: Mapping[str, Any]) -> int:
-    """The routed experts of one token by the config; 0 where it does not say."""
+    """Counts the routed experts of one token by the config; 0 where it does not say."""
     return _size(config, *CHOSEN_COUNTS) or _size(_experts_section(config), *CHOSEN_COUNTS)
 
 
 def _experts_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where DBRX's config has the sizes of its experts."""
+    """Returns the section in which DBRX's config has the sizes of its experts."""
     section = config.get("ffn_config")
     return section if isinstance(section, Mapping) else {}
 
 
 def _size(config: Mapping[str, Any], *keys: str) -> int:
-    """The first of `keys` that has a number; a list, which has one for each layer, counts by its largest."""
+    """Returns the first of `keys` that has a number; of a list with one for each layer the largest."""
     for key in keys:
         value = config.get(key)
         if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):
@@ -236,12 +237,12 @@ def has_compiler() -> bool:
 
 
 def adopt_quantization(recipe: Recipe, facts: ModelFacts) -> Recipe:
-    """`recipe` with the keys that say how its base is quantized, where the files of the base already are."""
+    """Adds to `recipe` how its base is quantized, where the files of the base already are."""
     return recipe if facts.quantization is None else replace(recipe, quantization=facts.quantization)
 
 
 def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
-    """`layout` with the keys of it that the recipe has."""
+    """Returns `layout` with the keys of it that the recipe has."""
     return replace(
         layout,
         expert_parallel_size=recipe.model.expert_parallel_size,
@@ -259,7 +260,7 @@ PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"
 
 @cache
 def read_family_source(model_type: str) -> str:
-    """The text of transformers' modeling file for a family; empty where there is none.
+    """Returns the text of transformers' modeling file for a family; empty where there is none.
 
     Importing it would take seconds, and torch.
     """
@@ -277,12 +278,12 @@ def read_family_source(model_type: str) -> str:
 
 @cache
 def find_classes(model_type: str) -> frozenset[str]:
-    """The classes of a family's modeling file; empty where it is not known."""
+    """Returns the classes of a family's modeling file; empty where it is not known."""
     return frozenset(re.findall(r"^class (\w+)", read_family_source(model_type), re.MULTILINE))
 
 
 def find_layer_class(model_type: str) -> str:
-    """The class of a family's decoder layers, which FSDP wraps.
+    """Returns the class of a family's decoder layers, which FSDP wraps.
 
     >>> find_layer_class("gemma3_text")
     'Gemma3DecoderLayer'
@@ -292,14 +293,14 @@ def find_layer_class(model_type: str) -> str:
 
 @cache
 def find_linear_layers(model_type: str) -> frozenset[str]:
-    """The names of a family's linear layers, but for heads and vision towers; empty where the family is not known.
+    """Returns the names of a family's linear layers, without heads and vision towers; none of an unknown family.
 
     >>> sorted(find_linear_layers("phi3"))
     ['down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj']
     """
     classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
-    found = [name for text in classes if not re.match(r"class \w*Vision", text) for name in LINEAR.findall(text)]
-    return frozenset(found) - HEADS
+    of_text = "".join(text for text in classes if not re.match(r"class \w*Vision", text))
+    return frozenset(LINEAR.findall(of_text)) - HEADS
 
 
 def has_own_attention(model_type: str) -> bool:

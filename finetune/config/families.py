@@ -118,7 +118,7 @@ class Family:
 def _sizes(
     hidden: int, intermediate: int, layers: int, heads: int, key_value_heads: int | None, vocabulary: int, **others: int
 ) -> dict[str, int]:
-    """The sizes that every family has, by the keys of config.json, and `others`."""
+    """Returns the sizes that every family has, by the keys of config.json, and `others`."""
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -317,5 +317,5 @@ PLANNED = [name for name, family in FAMILIES.items() if family.is_planned]
 
 
 def find_family(model_type: str) -> Family:
-    """The row of a family; without traits for one that has none."""
+    """Returns the row of a family; without traits for one that has none."""
     return FAMILIES.get(model_type, Family())

@@ -63,7 +63,7 @@ class Key:
 
 @cache
 def keys_of(schema: type, section: str = "") -> dict[str, Key]:
-    """The keys of one dataclass of the schema, by name."""
+    """Returns the keys of one dataclass of the schema, by name."""
     hints = typing.get_type_hints(schema, include_extras=True)
     keys = {}
     for attribute in fields(schema):
@@ -84,7 +84,7 @@ def keys_of(schema: type, section: str = "") -> dict[str, Key]:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values inside mappings and lists of mappings, under names such as `datasets[0].path`.
+    """Yields the values inside mappings and lists of mappings, under names such as `datasets[0].path`.
 
     >>> dict(leaves({"seed": 1, "datasets": [{"path": "a"}, {"path": "b"}]}))
     {'seed': 1, 'datasets[0].path': 'a', 'datasets[1].path': 'b'}

@@ -132,19 +132,21 @@ class Sharding:
         return self.tensor_parallel_size > 1
 
     def tensor_group_of(self, rank: int) -> int:
-        """The tensor parallel group of a rank, whose ranks compute the same activations and losses; without tensor
-        parallelism the rank itself. Of the number of ranks, the number of groups."""
+        """Returns the tensor parallel group of a rank, whose ranks compute the same activations and losses.
+
+        Without tensor parallelism it is the rank itself. For the number of ranks it is the number of groups.
+        """
         return rank // self.tensor_parallel_size
 
     def count_replica_ranks(self, ranks: int, ranks_per_node: int) -> int:
-        """How many of `ranks` share one replica of the model: all, one, or under hybrid sharding a group."""
+        """Counts the `ranks` that share one replica of the model: all, one, or under hybrid sharding a group."""
         if self.strategy == "HYBRID_SHARD":
             replicas = self.replicate_size if self.layout == "fsdp2" else None
             return ranks // replicas if replicas else min(ranks, ranks_per_node)
         return ranks if self.is_fsdp and self.strategy != "NO_SHARD" else 1
 
     def describe_sequences(self, ranks: int) -> str | None:
-        """How the tokens of a row are divided, as a line for people; None where they are not."""
+        """Says in a line how the tokens of a row are sharded; None where they are not."""
         size = self.sequence_parallel_size
         if size == 1:
             return None
@@ -197,15 +199,16 @@ def split_layers(costs: Sequence[float], parts: int) -> list[range]:
         for end in range(used + 1, len(sums)):
             rows.append(min((max(before[start][0], sums[end] - sums[start]), start) for start in range(used, end)))
         best.append(rows)
-    found, end = [], len(costs)
+    ranges = []
+    end = len(costs)
     for row in reversed(best):
-        found.append(range(row[end][1], end))
+        ranges.append(range(row[end][1], end))
         end = row[end][1]
-    return found[::-1]
+    return ranges[::-1]
 
 
 def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, ...] | None:
-    """What one rank holds of a parameter [experts, rows, ...] under expert parallelism.
+    """Returns the shape that one rank holds of a parameter [experts, rows, ...] under expert parallelism.
 
     `size` ranks share the experts, and FSDP shards each over `shards` ranks. Whole experts where they divide
     evenly, else some rows of each; None where neither does.
@@ -220,7 +223,7 @@ def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, 
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """The product of `Sharding.mesh_sizes`, without factors of 1.
+    """Returns the product of `Sharding.mesh_sizes`, without factors of 1.
 
     >>> describe_sizes({"dp_replicate_size": 1, "dp_shard_size": 1, "sp_size": 2, "tp_size": 2})
     'dp_shard_size 1 x cp_size (or sp_size) 2 x tp_size 2'
@@ -232,7 +235,7 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
 
 
 def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
-    """The layout as an Accelerate config, every key filled in: what accelerate.yaml of a run holds."""
+    """Returns the layout as an Accelerate config, every key filled in: what accelerate.yaml of a run holds."""
     file: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": {"ddp": "MULTI_GPU", "single": "NO"}.get(sharding.layout, "FSDP"),
@@ -262,16 +265,16 @@ def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
         fsdp["fsdp_reshard_after_forward"] = sharding.strategy != "SHARD_GRAD_OP"
     file["fsdp_config"] = fsdp
     if sharding.mesh_sizes is not None:  # cp_size, since Accelerate itself takes sp_size with DeepSpeed only
-        file["parallelism_config"] = {
-            f"parallelism_config_{key.replace('sp_size', 'cp_size')}": size
-            for key, size in sharding.mesh_sizes.items()
-            if size != 1 or key != "dp_replicate_size" or sharding.replicate_size is not None
-        }
+        sizes = dict(sharding.mesh_sizes)
+        if sharding.replicate_size is None:
+            del sizes["dp_replicate_size"]
+        prefix = "parallelism_config_"
+        file["parallelism_config"] = {prefix + key.replace("sp_size", "cp_size"): size for key, size in sizes.items()}
     return file
 
 
 def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
-    """The dtype of a frozen base model: that of the computation, for it needs no more precision.
+    """Returns the dtype of a frozen base model: that of the computation, for it needs no more precision.
 
     But FSDP1 has one dtype in a unit. DoRA reads its adapters outside their own forward, and a tied head is in two
     modules, so that neither can be a unit of its own: there the base stays in the adapters' float32.
@@ -282,6 +285,6 @@ def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
 
 
 def compute_dtype(sharding: Sharding, model: Model, lora: Lora) -> str:
-    """The dtype of mixed precision, or else of the trained parameters: float32 for adapters, `dtype` for others."""
+    """Returns the dtype of mixed precision, else of trained parameters: float32 for adapters, `dtype` for others."""
     trained = "float32" if lora.use_peft else model.dtype
     return trained if sharding.mixed_precision == "no" else COMPUTE_DTYPE[sharding.mixed_precision]

@@ -57,15 +57,11 @@ def _optimizer_rule(feature: str) -> Rule:
         return feature in OPTIMIZERS[case["optim"]].conflicts and bool(is_so(case))
 
     def advise(case: Case) -> str:
-        fit = [
-            name
-            for name, facts in OPTIMIZERS.items()
-            if not any(
-                is_here(case)
-                for other, (_, need, is_here) in OPTIMIZER_CONFLICTS.items()
-                if other in facts.conflicts and set(need) <= {*needs}
-            )
-        ]
+        here = set()
+        for other, (_, need, is_here) in OPTIMIZER_CONFLICTS.items():
+            if set(need) <= {*needs} and is_here(case):
+                here.add(other)
+        fit = [name for name, facts in OPTIMIZERS.items() if not here.intersection(facts.conflicts)]
         return f"set optim to one of {', '.join(fit)}"
 
     return Rule(
@@ -88,7 +84,8 @@ def _exclude(
 ) -> Rule:  # fmt: skip
     """A rule: `what` (of `key`) cannot be combined with `feature`, a key of recipe or layout."""
     shown = what if callable(what) else lambda _: what
-    end, is_in_file = f": {why}" if why else "", not feature.endswith("_parallel_size")
+    end = f": {why}" if why else ""
+    is_in_file = not feature.endswith("_parallel_size")
     return layout_rule(
         f"{key} with {feature}",
         key,
@@ -126,8 +123,10 @@ def _count_micro_batches(case: Case) -> int:
 
 
 def _find_unequal_numbers(case: Case) -> list[str]:
-    """Numbers of a DeepSpeed file that are not those of the recipe."""
-    recipe, ranks, optimization = case.recipe, case.ranks // case.layout.ranks_per_batch, case.recipe.optimization
+    """Lists the numbers of a DeepSpeed file that differ from the recipe's."""
+    recipe = case.recipe
+    ranks = case.ranks // case.layout.ranks_per_batch
+    optimization = case.recipe.optimization
     ours: dict[str, float | None] = {
         "gradient_accumulation_steps": _count_micro_batches(case),
         "per_device_train_batch_size": recipe.batch.per_device_train_batch_size,
@@ -163,7 +162,8 @@ def _checkpointed_only(key: str, what: str, *, is_note: bool = False) -> Rule:
 
 
 def _describe_ep_ranks(case: Case) -> str:
-    size, replicas = case.layout.expert_parallel_size, case.layout.replicate_size or 1
+    size = case.layout.expert_parallel_size
+    replicas = case.layout.replicate_size or 1
     shards = case.shards
     run = "the run" if replicas == 1 else f"each of the {replicas} replicas of {case.layout.source}"
     return (

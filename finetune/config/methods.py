@@ -270,7 +270,7 @@ UNSHOWN = (
 
 
 def describe_method(values: Mapping[str, Any]) -> str:
-    """The method of a recipe with these `values`, and its keys, where they are set.
+    """Returns the method of a recipe with these `values`, and its keys, where they are set.
 
     >>> describe_method({"method": "dpo", "beta": 0.1, "loss_type": "sigmoid", "rpo_alpha": None, "label_smoothing": 0.0})
     'dpo: beta 0.1, loss_type sigmoid'
@@ -283,7 +283,7 @@ def describe_method(values: Mapping[str, Any]) -> str:
 
 
 def _show(value: Any) -> str:
-    """A key's value in a line: of a file's function its name.
+    """Returns a key's value in a line: of a file's function its name.
 
     >>> _show(["exact_answer", "/home/me/rewards.py:short"])
     'exact_answer + rewards.py:short'

@@ -39,7 +39,7 @@ TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in m
 
 
 def list_divisors(number: int, least: int = 2) -> str:
-    """Sizes that divide `number`, from `least` on, for an advice.
+    """Lists the sizes that divide `number`, from `least` on, for an advice.
 
     >>> list_divisors(6), list_divisors(7), list_divisors(1)
     ('2, 3 or 6', '7', '')
@@ -49,7 +49,7 @@ def list_divisors(number: int, least: int = 2) -> str:
 
 
 def set_to_divisor(key: str, number: int, condition: str = "") -> str:
-    """The advice to set `key` to a size that divides `number`.
+    """Returns the advice to set `key` to a size that divides `number`.
 
     >>> set_to_divisor("tp_size", 6), set_to_divisor("tp_size", 1)
     ('set it to 2, 3 or 6', 'remove tp_size')
@@ -59,13 +59,14 @@ def set_to_divisor(key: str, number: int, condition: str = "") -> str:
 
 
 def count_local_heads(case: Case) -> int:
-    """Attention heads that a rank of a tensor parallel group has of a token."""
+    """Counts the attention heads that a rank of a tensor parallel group has of a token."""
     is_whole = case.model.family.tensor_parallel == "products"
     return case.model.heads // (1 if is_whole else case.layout.tensor_parallel_size)
 
 
 def describe_local_heads(case: Case) -> str:
-    local, tensors = count_local_heads(case), case.layout.tensor_parallel_size
+    local = count_local_heads(case)
+    tensors = case.layout.tensor_parallel_size
     left = f", of which tp_size {tensors} leaves {local} on a rank" if local != case.model.heads else ""
     return (
         f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention heads of "
@@ -76,17 +77,20 @@ def describe_local_heads(case: Case) -> str:
 
 def trains_experts(case: Case) -> bool:
     """Whether the weights of a mixture's routed experts get an update of their own."""
-    model, recipe = case.model, case.recipe
+    model = case.model
+    recipe = case.recipe
     names = [f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(model.layers if model.experts else 0)]
     if recipe.lora.use_peft:
         return any(is_within(name, recipe.lora.modules_to_save) for name in names)
-    trained, frozen = recipe.model.trainable_modules, recipe.model.frozen_modules
+    trained = recipe.model.trainable_modules
+    frozen = recipe.model.frozen_modules
     return any((not trained or is_within(name, trained)) and not is_within(name, frozen) for name in names)
 
 
 def _find_uneven(case: Case) -> dict[str, int]:
-    """Sizes of the model that tp_size does not divide, by their names in config.json."""
-    model, ranks = case.model, case.layout.tensor_parallel_size
+    """Returns the sizes of the model that tp_size does not divide, by their names in config.json."""
+    model = case.model
+    ranks = case.layout.tensor_parallel_size
     sizes = {"intermediate_size": model.intermediate}
     if model.family.tensor_parallel == "products":
         sizes["num_attention_heads x head_dim"] = model.heads * model.head_size
@@ -99,18 +103,18 @@ def _find_uneven(case: Case) -> dict[str, int]:
 
 
 def _advise_tp_size(case: Case) -> str:
-    common, ranks = math.gcd(*_find_uneven(case).values()), case.layout.tensor_parallel_size
+    common = math.gcd(*_find_uneven(case).values())
+    ranks = case.layout.tensor_parallel_size
     sizes = ", ".join(str(size) for size in range(1, ranks) if common % size == 0)
     return f"set tp_size to one of {sizes}"
 
 
 def _describe_uneven(case: Case) -> str:
     ranks = case.layout.tensor_parallel_size
-    uneven = [
-        f"{key} {size}, and {size} / {ranks} leaves a remainder of {size % ranks}"
-        for key, size in _find_uneven(case).items()
-        if size % ranks
-    ]
+    uneven = []
+    for key, size in _find_uneven(case).items():
+        if size % ranks:
+            uneven.append(f"{key} {size}, and {size} / {ranks} leaves a remainder of {size % ranks}")
     return f"tp_size {ranks}: {case.name} has {'; '.join(uneven)}"
 
 
@@ -121,22 +125,26 @@ def is_uneven_vocabulary(case: Case) -> bool:
 
 def _has_unsharded_experts(case: Case) -> bool:
     """Whether neither the experts of a group nor the rows of their matrices divide over the ranks that share them."""
-    model, size = case.model, case.layout.expert_parallel_size
+    model = case.model
+    size = case.layout.expert_parallel_size
     shards = case.shards // size
-    rows, mixture = {model.hidden, 2 * model.expert_width}, model.family.mixture
+    rows = {model.hidden, 2 * model.expert_width}
+    mixture = model.family.mixture
     if mixture is not None and mixture.has_biases:  # [experts, in, out]
         rows.add(model.expert_width)
     return shards > 1 and any(shard_experts((model.experts, each), size, shards) is None for each in rows)
 
 
 def _names_unadaptable(case: Case) -> bool:
-    targets, modules = case["lora_target_modules"], case.model.family.unadaptable
+    targets = case["lora_target_modules"]
+    modules = case.model.family.unadaptable
     return targets != "all-linear" and any(target.rpartition(".")[2] in modules for target in targets)
 
 
 def _find_unknown_targets(case: Case) -> list[str]:
-    """The names in `lora_target_modules` of no linear layer of the family, where its source is transformers' own."""
-    lora, layers = case.recipe.lora, find_linear_layers(case.model.model_type)
+    """Lists the names in `lora_target_modules` of no linear layer of a family that transformers has the source of."""
+    lora = case.recipe.lora
+    layers = find_linear_layers(case.model.model_type)
     if not lora.use_peft or case.recipe.model.trust_remote_code or not read_family_source(case.model.model_type):
         return []
     if lora.lora_target_modules == "all-linear":
@@ -169,8 +177,10 @@ def _describe_unknown_wraps(case: Case) -> str:
 
 
 def _other_quantization(case: Case) -> Iterator[str]:
-    """Keys that ask for another quantization than that of the files."""
-    stored, usual, asked = case.model.quantization, Quantization(), case.recipe.quantization
+    """Yields the keys that ask for another quantization than that of the files."""
+    stored = case.model.quantization
+    usual = Quantization()
+    asked = case.recipe.quantization
     for key in keys_of(Quantization):
         if getattr(asked, key) not in (getattr(usual, key), getattr(stored, key)):
             yield key
@@ -178,11 +188,9 @@ def _other_quantization(case: Case) -> Iterator[str]:
 
 def _describe_other_quantization(case: Case) -> list[str]:
     stored = describe_quantization(case.quantization)
-    return [
-        f"{key}: {str(case[key]).lower()}: the weights of {case.name} are stored as {stored}; remove {key}, or "
-        "name the unquantized model"
-        for key in _other_quantization(case)
-    ]
+    reason = f"the weights of {case.name} are stored as {stored}"
+    keys = _other_quantization(case)
+    return [f"{key}: {str(case[key]).lower()}: {reason}; remove {key}, or name the unquantized model" for key in keys]
 
 
 def _has_fp8_layer(case: Case) -> bool:
@@ -193,7 +201,7 @@ def _has_fp8_layer(case: Case) -> bool:
 
 
 def _list(trait: str) -> str:
-    """The families that have a trait."""
+    """Returns the families that have a trait."""
     return ", ".join(name for name, family in FAMILIES.items() if getattr(family, trait))
 
 
@@ -203,7 +211,9 @@ def _has_text_class(model_type: str) -> bool:
 
 def _has_unfit_attention(case: Case) -> bool:
     """Whether the family computes attention in its own code, and the recipe asks for what that does not do."""
-    family, keys, traits = case.model.model_type, case.recipe.model, case.model.family
+    family = case.model.model_type
+    keys = case.recipe.model
+    traits = case.model.family
     by_mask = traits.masks_documents is not None
     is_other = not by_mask and (traits.recurrence is not None or not has_own_attention(family))
     if keys.trust_remote_code or is_other:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ PEFT_PREFIX = "base_model.model."  # of every tensor's name in a PEFT folder
 
 
 def find_problem(pattern: str) -> str | None:
-    """What is wrong with a pattern by itself; None where it is one.
+    """Says what is wrong with a pattern by itself; None where it is one.
 
     >>> find_problem("*.mlp")
     '*.mlp: not a regular expression (nothing to repeat at position 0); any text is .*, as in layers.*.mlp'
@@ -54,16 +55,16 @@ def is_within(parameter: str, patterns: Iterable[str]) -> bool:
     """
     parts = parameter.split(".")
     modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    return any(is_named(module, pattern) for pattern in patterns for module in modules)
+    return any(any(is_named(module, pattern) for module in modules) for pattern in patterns)
 
 
 def find_value(module: str, pattern_values: Mapping[str, int] | None, default: int) -> int:
-    """The value of the first pattern that names `module`, as in peft's rank_pattern and alpha_pattern."""
+    """Returns the value of the first pattern that names `module`, as in peft's rank_pattern and alpha_pattern."""
     return next((value for pattern, value in (pattern_values or {}).items() if is_named(module, pattern)), default)
 
 
 def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: tuple[str, ...] = ("",)) -> set[str]:
-    """The tensors that `trainable_modules` and `frozen_modules` leave trained, each by its first name.
+    """Returns the tensors that `trainable_modules` and `frozen_modules` leave trained, each by its first name.
 
     `tensors`: all names of each parameter; one that is tied has several. `text`: the beginnings of the names that text
     reaches; only a pattern that names none of these reaches the vision tower.
@@ -73,7 +74,7 @@ def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: tuple[str
     """
     refuse_unmatched("trainable_modules", model.trainable_modules, tensors)
     refuse_unmatched("frozen_modules", model.frozen_modules, tensors)
-    of_text = [name for names in tensors if names[0].startswith(text) for name in names]
+    of_text = list(chain.from_iterable(names for names in tensors if names[0].startswith(text)))
     beside = [each for each in model.trainable_modules if not any(is_within(name, [each]) for name in of_text)]
     tensors = [names for names in tensors if names[0].startswith(text) or is_within(names[0], beside)]
     trained = set()
@@ -180,8 +181,8 @@ def refuse_unmatched(
     key: str, patterns: Iterable[str], tensors: Collection[Sequence[str]], text: tuple[str, ...] = ("",)
 ) -> None:
     """Raises `UserError` where one of `patterns` names no parameter, or none that text reaches (see `find_trained`)."""
-    parameters = [name for names in tensors for name in names]
-    reached = [name for names in tensors if names[0].startswith(text) for name in names]
+    parameters = list(chain.from_iterable(tensors))
+    reached = list(chain.from_iterable(names for names in tensors if names[0].startswith(text)))
     for pattern in patterns:
         if not any(is_within(name, [pattern]) for name in parameters):
             modules = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
@@ -202,7 +203,7 @@ NAMED = ("lora_target_modules", "lora_target_parameters")  # beside the keys tha
 
 
 def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
-    """`recipe` with names of published modules replaced by those of the modules that hold them, and a line for each.
+    """Replaces names of published modules by those of the modules that hold them, with a line for each.
 
     A layer of each routed expert (Mixtral's `w1`) is part of one parameter in transformers 5, which is adapted.
     """
@@ -216,7 +217,8 @@ def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
             pairs = (f"{old} is {new}" for old, new in zip(value, renamed, strict=True) if old != new)
             lines += [f"{key.name}: {pair} in transformers 5" for pair in pairs]
             recipe = replace(recipe, **{key.section: replace(section, **{key.name: renamed})})
-    lora, experts = recipe.lora, find_expert_layers(model_type)
+    lora = recipe.lora
+    experts = find_expert_layers(model_type)
     moved = [each for each in lora.lora_target_modules if each in experts and lora.lora_target_modules != "all-linear"]
     if moved:
         parameters = dict.fromkeys(experts[each] for each in moved)
@@ -232,33 +234,33 @@ def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
 
 @cache
 def find_renames(model_type: str) -> Mapping[str, str]:
-    """Parts of names in the files of a family -> in its modules.
+    """Maps parts of names in the files of a family to those in its modules.
 
     >>> dict(find_renames("mixtral")), dict(find_renames("llama"))
     ({'block_sparse_moe': 'mlp'}, {})
     """
-    found = {}
+    renames = {}
     for call in _find_conversions(model_type, "WeightRenaming"):
         old, new = (_as_name(part) for part in call)
         if old and new and old != new:
-            found[old] = new
-    return found
+            renames[old] = new
+    return renames
 
 
 @cache
 def find_expert_layers(model_type: str) -> Mapping[str, str]:
-    """Layers of each expert in a family's files, which its modules lack -> the parameter of all experts.
+    """Maps the layers of each expert in a family's files to the parameter that holds all experts.
 
     >>> dict(find_expert_layers("mixtral"))
     {'w1': 'experts.gate_up_proj', 'w3': 'experts.gate_up_proj', 'w2': 'experts.down_proj'}
     """
-    found: dict[str, str] = {}
+    layers: dict[str, str] = {}
     for sources, target in _find_conversions(model_type, "WeightConverter"):
         listed = [sources] if isinstance(sources, str) else sources or []
         if isinstance(target, str) and ".experts." in f".{target}" and all(EXPERTS in each for each in listed):
             parameter = f"experts.{target.rpartition('experts.')[2]}"
-            found |= {each.removesuffix(".weight").rpartition(".")[2]: parameter for each in listed}
-    return {name: parameter for name, parameter in found.items() if name not in find_linear_layers(model_type)}
+            layers |= {each.removesuffix(".weight").rpartition(".")[2]: parameter for each in listed}
+    return {name: parameter for name, parameter in layers.items() if name not in find_linear_layers(model_type)}
 
 
 def _rename(value: Any, renames: Mapping[str, str]) -> Any:
@@ -275,21 +277,21 @@ def _rename_pattern(pattern: str, renames: Mapping[str, str]) -> str:
 
 
 def _as_name(part: Any) -> str | None:
-    """The parts of a module's name that a pattern of transformers stands for; None for one that is not only these."""
+    """Returns the parts of a module's name that transformers' pattern spells out; None where it stands for more."""
     name = str(part).replace("\\.", ".").strip("^.").removesuffix(".weight") if isinstance(part, str) else ""
     return name if re.fullmatch(r"\w+(\.\w+)*", name) else None
 
 
 @cache
 def _find_conversions(model_type: str, kind: str) -> tuple[tuple[Any, Any], ...]:
-    """The (source, target) of each conversion of a kind that transformers lists for a family."""
+    """Returns the (source, target) of each conversion of a kind that transformers lists for a family."""
     listed, aliases = _read_table()
     return tuple(_read_calls(listed.get(model_type) or listed.get(aliases.get(model_type, "")), kind))
 
 
 @cache
 def _read_table() -> tuple[Mapping[str, ast.List], Mapping[str, str]]:
-    """(family -> the list of its conversions, family -> the one whose conversions it shares)."""
+    """Reads (family -> the list of its conversions, family -> the one whose conversions it shares)."""
     spec = importlib.util.find_spec("transformers")
     path = Path(spec.origin).parent / "conversion_mapping.py" if spec is not None and spec.origin else Path()
     tree = ast.parse(path.read_text("utf-8") if path.is_file() else "")
@@ -320,7 +322,7 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """A parameter's name in the base's files: peft moves an adapted layer's own into one or more `base_layer`.
+    """Returns a parameter's name in the base's files: peft moves an adapted layer's own into one or more `base_layer`.
 
     >>> base_name("layers.0.mlp.experts.base_layer.base_layer.down_proj")
     'layers.0.mlp.experts.down_proj'
@@ -329,7 +331,7 @@ def base_name(name: str) -> str:
 
 
 def peft_name(name: str) -> str:
-    """PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of this project named.
+    """Returns PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of ours named.
 
     >>> peft_name("a.lora_magnitude_vector.default.weight"), peft_name("base_model.model.a.lora_A.weight")
     ('a.lora_magnitude_vector', 'a.lora_A.weight')

@@ -14,7 +14,7 @@ NUMBERED = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d
 
 
 def count_predicting_layers(config: Mapping[str, Any]) -> int:
-    """The layers for multi-token prediction that a config promises, whichever key its family has for them.
+    """Counts the layers for multi-token prediction that a config promises, whichever key its family has for them.
 
     >>> count_predicting_layers({"text_config": {"mtp_num_hidden_layers": 1}}), count_predicting_layers({})
     (1, 0)
@@ -23,7 +23,7 @@ def count_predicting_layers(config: Mapping[str, Any]) -> int:
 
 
 def promise_no_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with 0 for each count of layers for multi-token prediction.
+    """Returns `config` with 0 for each count of layers for multi-token prediction.
 
     >>> promise_no_layers({"num_nextn_predict_layers": 1, "vocab_size": 5})
     {'num_nextn_predict_layers': 0, 'vocab_size': 5}
@@ -35,12 +35,12 @@ def promise_no_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_promising_keys(config: Mapping[str, Any]) -> list[str]:
-    """The keys that `count_predicting_layers` counts by."""
+    """Returns the keys that `count_predicting_layers` counts by."""
     return sorted({key for _, key in _find_counts(config)})
 
 
 def _find_counts(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[dict[str, Any], str]]:
-    """(section, key) of each such count above 0."""
+    """Lists (section, key) of each such count above 0."""
     for key, value in list(config.items()):
         if isinstance(value, dict):
             yield from _find_counts(value, str(key))

@@ -20,7 +20,9 @@ from finetune.config.schedules import (
 )
 from finetune.constants import FP32, ITEMSIZE, OFFLOAD_ALIGNMENT
 
-QUANTIZED_MIN_NUMEL, QUANTIZED_BLOCK, QUANTIZATION_MAP = 4096, 256, 256  # torchao's (optim/adam.py, subclass_8bit.py)
+QUANTIZED_MIN_NUMEL = 4096
+QUANTIZED_BLOCK = 256
+QUANTIZATION_MAP = 256  # torchao's (optim/adam.py, subclass_8bit.py)
 
 Shape = tuple[int, ...]
 
@@ -71,7 +73,7 @@ def _adam_8bit(shape: Shape, itemsize: int) -> int:
 
 
 def _rows_and_columns(shape: Shape, itemsize: int) -> int:
-    """A number for each row and for each column, which every rank holds; of a vector, for each number."""
+    """Returns a number for each row and for each column, which every rank holds; of a vector, for each number."""
     return FP32 * (1 + (sum(shape) if len(shape) == 2 else prod(shape)))
 
 
@@ -185,7 +187,7 @@ def is_layers_matrix(name: str, shape: Shape) -> bool:
 def count_optimizer_bytes(
     optim: str | None, shape: Shape, itemsize: int, *, name: str = "", on_disk: bool = False
 ) -> int:
-    """Bytes of the optimizer's state of a rank's part, of this `shape`, of one trained tensor; None: no optimizer.
+    """Counts the bytes of optimizer state for a rank's part, of this `shape`, of a trained tensor; 0 without `optim`.
 
     >>> [count_optimizer_bytes(name, (10, 8), 4) for name in ("adamw_torch", "adafactor", "sgd", None)]
     [644, 76, 0, 0]
@@ -200,18 +202,20 @@ def count_optimizer_bytes(
 
 
 def list_smaller(optim: str, *, with_package: bool) -> Mapping[str, str]:
-    """The optimizers that the plan advises instead of `optim`, with their costs: those of a package, or the others.
+    """Lists the optimizers that the plan advises instead of `optim`, with their costs: a package's, or the others.
 
     >>> list_smaller("adamw_bf16_moments", with_package=True)
     {'adamw_8bit': 'moments in 8 bits; needs torchao'}
     """
-    matrix, itemsize = (1024, 1024), FP32
+    matrix = (1024, 1024)
+    itemsize = FP32
     now = count_optimizer_bytes(optim, matrix, itemsize)
-    return {
-        name: facts.advice
-        for name, facts in OPTIMIZERS.items()
-        if facts.advice and facts.count_state(matrix, itemsize) < now and (facts.package is not None) == with_package
-    }
+    smaller = {}
+    for name, facts in OPTIMIZERS.items():
+        is_smaller = facts.count_state(matrix, itemsize) < now
+        if facts.advice and is_smaller and (facts.package is not None) == with_package:
+            smaller[name] = facts.advice
+    return smaller
 
 
 def convert_optimizer(name: str) -> str | None:
@@ -225,8 +229,9 @@ def convert_optimizer(name: str) -> str | None:
 
 
 def list_offloaded_itemsizes(optim: str, dtype: str, compute_dtype: str) -> tuple[int, ...]:
-    """Bytes of a number of each tensor that `optim_offload: nvme` keeps in files for a parameter of `dtype`: two
-    moments of AdamW, before them a master weight where the model computes in another dtype.
+    """Lists the bytes of a number in each tensor that `optim_offload: nvme` keeps in files for a parameter of `dtype`.
+
+    These are AdamW's two moments, after a master weight where the model computes in another dtype.
 
     >>> list_offloaded_itemsizes("adamw_torch", "float32", "bfloat16")
     (4, 4, 4)
@@ -238,7 +243,7 @@ def list_offloaded_itemsizes(optim: str, dtype: str, compute_dtype: str) -> tupl
 
 
 def count_offloaded_bytes(numel: int, itemsizes: Iterable[int]) -> int:
-    """Bytes in a rank's file of tensors of `numel` numbers, each padded to a multiple of OFFLOAD_ALIGNMENT.
+    """Counts the bytes of a rank's file of tensors of `numel` numbers, each padded to a multiple of OFFLOAD_ALIGNMENT.
 
     >>> count_offloaded_bytes(1000, (4, 4, 4)), count_offloaded_bytes(2048, (4, 2, 2))
     (12288, 16384)
@@ -298,7 +303,7 @@ class Optimization:
     max_skipped_steps: Annotated[Positive, "Under on_nonfinite: skip, stop the run after this many skipped steps."] = 10
 
     def schedule(self, steps: int) -> Schedule:
-        """The learning rates of a run of `steps` optimizer steps."""
+        """Returns the learning rates of a run of `steps` optimizer steps."""
         warmup = self.warmup_steps
         if warmup is None:
             warmup = math.ceil(self.warmup_ratio * steps)

@@ -36,7 +36,7 @@ def refuse_other_path(path: Path) -> None:
 
 
 def find_config_file(name: str, revision: str | None) -> Path:
-    """The config.json of a model in a folder, or of the hub. Raises `UserError` where there is none."""
+    """Returns the config.json of a model in a folder, or of the hub. Raises `UserError` where there is none."""
     folder = Path(name)
     refuse_other_path(folder)
     if folder.is_file():
@@ -59,7 +59,7 @@ class Vocabulary:
 
 
 def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
-    """The transformers config of the recipe's model (hub name, folder, or inline architecture), grown to `vocabulary`.
+    """Loads the config of the recipe's model (hub name, folder, or inline architecture), grown to `vocabulary`.
 
     Raises `UserError` where the hub, the folder or the architecture does not give one.
     """
@@ -85,7 +85,7 @@ def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
 
 
 def trained_config(config: Any, model: Model) -> Any:
-    """The part of a config of `load_config` that is loaded: all of it, or under `drop_vision` the language model's."""
+    """Returns the part of a config that is loaded: all of it, or under `drop_vision` the language model's."""
     if not model.drop_vision:
         return config
     text_config = text_config_of(config)
@@ -94,7 +94,7 @@ def trained_config(config: Any, model: Model) -> Any:
 
 
 def text_config_of(config: Any) -> Any:
-    """The part of a transformers config that its language model has; all of it where there is no other part."""
+    """Returns the part of a transformers config that its language model has; all of it where there is no other part."""
     return getattr(config, "text_config", None) or config
 
 
@@ -109,7 +109,7 @@ def is_vision_language(config: Any) -> bool:
 
 
 def read_facts(config: Any, name: str | None, tokens: int | None = None) -> ModelFacts:
-    """The facts of a transformers config. Raises `UserError` for one with which no model can be built.
+    """Returns the facts of a transformers config. Raises `UserError` for one with which no model can be built.
 
     `tokens`: the number that the embedding must hold, which is the tokenizer's size.
     """
@@ -133,7 +133,8 @@ def _read_config(name: str, model: Model) -> Any:
         raise UserError(f"{name}: config.json: {on_one_line(error)}; name another model") from None
 
 
-ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_TORCH_FILE = "adapter_model.bin"
 # Settings under which B A is not what is added to W, or something else is.
 UNSUPPORTED = (
     "fan_in_fan_out", "megatron_config", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
@@ -171,7 +172,7 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
 
 
 def _find_largest_rank(weights: Path) -> int | None:
-    """The rows of the largest first factor in an adapter's file; None where it has none."""
+    """Returns the rows of the largest first factor in an adapter's file; None where it has none."""
     rows = []
     for name, entry in read_tensor_header(weights)[0].items():
         shape = entry.get("shape") if isinstance(entry, dict) else None
@@ -181,7 +182,7 @@ def _find_largest_rank(weights: Path) -> int | None:
 
 
 def why_unsupported(config: Mapping[str, Any]) -> str | None:
-    """Why base + B A is not the model that was trained, by the adapter's config; None where it is."""
+    """Says why base + B A is not the model that was trained, by the adapter's config; None where it is."""
     for key in UNSUPPORTED:
         if config.get(key):
             return f"{key}: this kind of LoRA is not supported"
@@ -192,7 +193,7 @@ def why_unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def find_adapter(name: str) -> Path:
-    """The folder with adapter_config.json that `name` stands for: a PEFT folder, a run, a checkpoint, or a hub name.
+    """Finds the folder of an adapter by `name`: a PEFT folder, a run, a checkpoint, or a hub name.
 
     Raises `UserError` if there is none, or it cannot be downloaded.
     """
@@ -211,7 +212,7 @@ def find_adapter(name: str) -> Path:
 
 
 def complete_lora(recipe: Recipe) -> Recipe:
-    """`recipe` with the keys of LoRA as its adapter_name_or_path has them; unchanged if it names none.
+    """Returns `recipe` with the keys of LoRA as its adapter_name_or_path has them; unchanged if it names none.
 
     A key that the recipe sets stays, where it agrees with the adapter. The names and shapes of the adapter's tensors
     are compared with the model's when they are read (models/lora.py).
@@ -236,23 +237,24 @@ def complete_lora(recipe: Recipe) -> Recipe:
         raise UserError(
             f"{folder}: has no {ADAPTER_WEIGHTS}" + (convert if is_torch else "; name the folder of an adapter")
         )
-    found = _read_keys(config, folder)
-    problems = [
-        f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: the adapter {name} has {json.dumps(value)}; "
-        f"leave {key} out"
-        for key, value in found.items()
-        if key in COMPARED and key in recipe.places and (asked := getattr(recipe.lora, key) or None) != (value or None)
-    ]
+    keys = _read_keys(config, folder)
+    problems = []
+    for key in [key for key in keys if key in COMPARED and key in recipe.places]:
+        asked = getattr(recipe.lora, key) or None
+        if asked != (keys[key] or None):
+            has = f"the adapter {name} has {json.dumps(keys[key])}"
+            problems.append(f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: {has}; leave {key} out")
     if problems:
         raise UserError.of(problems)
-    taken = {key: value for key, value in found.items() if key not in recipe.places}
+    taken = {key: value for key, value in keys.items() if key not in recipe.places}
     return replace(recipe, lora=replace(recipe.lora, **taken))
 
 
 def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The keys of `Lora` as adapter_config.json has them."""
+    """Returns the keys of `Lora` as adapter_config.json has them."""
     parameters = list(config.get("target_parameters") or ())
-    targets, saved = config.get("target_modules") or (), config.get("modules_to_save") or ()
+    targets = config.get("target_modules") or ()
+    saved = config.get("modules_to_save") or ()
     excluded = [name for name in config.get("exclude_modules") or () if name not in saved]
     if targets != "all-linear" and (isinstance(targets, str) or excluded or config.get("layers_to_transform")):
         targets = _list_modules(folder, ".lora_A.")
@@ -276,7 +278,7 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
-    """The modules in the adapter's file: with `kind` .lora_A. those with adapters, with .weight those trained whole."""
+    """Lists modules in the adapter's file: for `kind` .lora_A. those with adapters, for .weight those trained whole."""
     short = {name.removeprefix("base_model.model.") for name in read_tensor_header(folder / ADAPTER_WEIGHTS)[0]}
     chosen = {name for name in short if (".lora_" in name) == (kind != ".weight")}
     return tuple(sorted({name.rpartition(kind)[0] for name in chosen} - {""}))

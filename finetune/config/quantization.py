@@ -25,8 +25,10 @@ class Scheme:
     refused: str = ""  # why what it trains cannot be quantized, and so not compared with what was trained
 
     def stored_bytes(self, itemsize: int, group: int | None) -> float:
-        """Bytes of a number in an export: its code, and its part of a scale of `itemsize` bytes. Beside rounded inputs
-        a code has a byte of its own."""
+        """Counts the bytes of a number in an export: its code, and its part of a scale of `itemsize` bytes.
+
+        Beside rounded inputs a code has a byte of its own.
+        """
         return (1 if self.input_bits else self.weight_bits / 8) + (itemsize / group if group else 0)
 
 
@@ -69,7 +71,9 @@ class Quantization:
     @property
     def bits(self) -> Literal[4, 8] | None:
         """Bits per number of a quantized weight, or None if nothing is quantized."""
-        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
+        if self.load_in_4bit:
+            return 4
+        return 8 if self.load_in_8bit else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +107,12 @@ class QuantizedBytes:
     scales: int
 
     def padded(self, itemsize: int) -> int:
-        """Both together as they are kept: as numbers of the compute dtype, which has `itemsize` bytes."""
+        """Counts the bytes of codes and scales as they are kept: as numbers of a compute dtype of `itemsize` bytes."""
         return sum(math.ceil(size / itemsize) * itemsize for size in (self.codes, self.scales))
 
 
 def quantized_bytes(rows: int, columns: int, quantization: Quantization, block: int = BLOCK) -> QuantizedBytes:
-    """The bytes of a weight [rows, columns], which loading and the plan must agree on.
+    """Returns the bytes of a weight [rows, columns], which loading and the plan must agree on.
 
     >>> quantized_bytes(4096, 4096, Quantization(load_in_4bit=True))
     QuantizedBytes(codes=8388608, scales=1048576)
@@ -129,14 +133,16 @@ def quantized_bytes(rows: int, columns: int, quantization: Quantization, block: 
 
 
 def divide_quantization(numbers: int, quantization: Quantization) -> Quantization:
-    """How a rank keeps the `numbers` of its own experts: with scales in fp32 where those that are quantized again would
-    be cut within a block of theirs."""
+    """Returns how a rank keeps the `numbers` of its own experts.
+
+    Scales stay in fp32 where a rank's share would cut a block of scales that are quantized again.
+    """
     is_cut = quantization.bnb_4bit_use_double_quant and numbers % (BLOCK * NESTED_BLOCK)
     return replace(quantization, bnb_4bit_use_double_quant=False) if is_cut else quantization
 
 
 def describe_quantization(quantization: Quantization) -> str:
-    """For messages.
+    """Names a quantization, for messages.
 
     >>> describe_quantization(Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True))
     '4 bits (nf4, double quantization)'
@@ -149,7 +155,7 @@ def describe_quantization(quantization: Quantization) -> str:
 
 
 def quantize_to(bits: int | None, quant_type: Any = None, double: bool = False) -> Quantization:
-    """A base in 4 bits (`quant_type`: fp4, else nf4), in 8, or as it is."""
+    """Returns the quantization of a base to 4 bits (`quant_type`: fp4, else nf4), to 8 bits, or to none."""
     return Quantization(
         load_in_4bit=bits == 4,
         load_in_8bit=bits == 8,
@@ -159,23 +165,27 @@ def quantize_to(bits: int | None, quant_type: Any = None, double: bool = False) 
 
 
 def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
-    """How a run's base was quantized, by its recipe as files hold it."""
-    bits = 4 if recipe.get("load_in_4bit") is True else 8 if recipe.get("load_in_8bit") is True else None
+    """Reads how a run's base is quantized from its recipe as files hold it."""
+    bits: Literal[4, 8] | None = None
+    if recipe.get("load_in_4bit") is True:
+        bits = 4
+    elif recipe.get("load_in_8bit") is True:
+        bits = 8
     return quantize_to(bits, recipe.get("bnb_4bit_quant_type"), recipe.get("bnb_4bit_use_double_quant") is True)
 
 
 def name_load_key(quantization: Quantization, *, of_teacher: bool) -> str:
-    """The key that asks for a quantization of the base, or of the teacher."""
+    """Returns the key that asks for a quantization of the base, or of the teacher."""
     return "teacher_load_in_4bit" if of_teacher else f"load_in_{quantization.bits}bit"
 
 
 def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
-    """How a teacher is kept: as its files are quantized, by its config, or as the recipe says."""
+    """Reads how a teacher is kept: as its files are quantized, by its config, or as the recipe says."""
     return read_stored_quantization(settings, str(method.teacher_model_name_or_path)) or quantize_teacher(method)
 
 
 def quantize_teacher(method: Method) -> Quantization:
-    """How the recipe says that a teacher is kept."""
+    """Reads how the recipe says that a teacher is kept."""
     return quantize_to(4, double=True) if method.teacher_load_in_4bit else Quantization()
 
 
@@ -197,14 +207,14 @@ FORMS = {
 
 
 def read_published_form(settings: Any) -> str | None:
-    """The kind of `PUBLISHED` that a `quantization_config` names; None for every other."""
+    """Returns the kind of `PUBLISHED` that a `quantization_config` names; None for every other."""
     method = settings.get("quant_method") if isinstance(settings, Mapping) else getattr(settings, "quant_method", None)
     name = str(getattr(method, "value", method))
     return name if name in PUBLISHED else None
 
 
 def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
-    """How a model's files are quantized, by their `quantization_config`; None if not, or read as plain numbers.
+    """Reads how files are quantized from their `quantization_config`; None if not, or read as plain numbers.
 
     Raises `UserError` for every other kind but that of bitsandbytes.
     """
@@ -214,7 +224,8 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
     if not isinstance(settings, dict):
         raise UserError(f"{name}: quantization_config: a mapping is expected; fix its config.json")
     method = str(settings.get("quant_method") or "")
-    in_4_bits, in_8_bits = settings.get("load_in_4bit") is True, settings.get("load_in_8bit") is True
+    in_4_bits = settings.get("load_in_4bit") is True
+    in_8_bits = settings.get("load_in_8bit") is True
     if method not in ("", "bitsandbytes", "QuantizationMethod.BITS_AND_BYTES") or in_4_bits == in_8_bits:
         kinds = [str(kind) for kind in (settings.get("format"), settings.get("quant_algo"), method) if kind]
         form = next((f": {FORMS[kind]}" for kind in kinds if kind in FORMS), "")
@@ -230,8 +241,8 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
 
 
 def _find_unquantized(name: str) -> str:
-    """What a quantized model was made from, as the card in its folder says."""
+    """Names the model that a quantized one was made from, as the card in its folder says."""
     card = Path(name) / "README.md"
     text = card.read_text("utf-8", "replace")[:CARD_BYTES] if card.is_file() else ""
-    found = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
-    return f"{found[1]}, by its model card" if found else "the BF16 files that these were made from"
+    base_model = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
+    return f"{base_model[1]}, by its model card" if base_model else "the BF16 files that these were made from"

@@ -2,12 +2,13 @@
 
 import difflib
 import json
+import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -16,18 +17,13 @@ from finetune.config.compatibility import find_recipe_problems
 from finetune.config.keys import Key, keys_of
 from finetune.config.methods import DEFAULT_METHOD, METHODS, SHIPPED_REWARDS
 from finetune.config.module_names import find_problem
-from finetune.config.other_tools import (
+from finetune.config.other_names import (
     ACCELERATE_KEYS,
     IN_ACCELERATE_FILE,
     IN_RECIPE,
     MEANT,
     OTHER_VALUES,
-    OWN_DATA,
     REFUSED_VALUES,
-    SOURCES_FORM,
-    TOOLS,
-    Counterpart,
-    find_writer,
 )
 from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Recipe, recipe_keys
 from finetune.config.user_code import locate
@@ -38,7 +34,7 @@ from finetune.files.json_files import parse_json
 
 
 def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> list[str]:
-    """Overrides as `key=value` texts, whichever way they were written.
+    """Returns overrides as `key=value` texts, whichever way they were written.
 
     Raises `UserError` for a key that is none, but close to one of the command's own `options` (num_processes, ...).
 
@@ -64,7 +60,7 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
 
 
 def read_override(text: str) -> tuple[Entry | None, list[str]]:
-    """The entry that a `key=value` text stands for, and what is wrong with it."""
+    """Returns the entry that a `key=value` text stands for, and what is wrong with it."""
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals:
         return None, [
@@ -79,6 +75,25 @@ def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> 
     close = [] if key in known else difflib.get_close_matches(key, [*options, *known], n=1, cutoff=0.6)
     if close and close[0] in options:
         raise UserError(f"{COMMAND_LINE}: --{name}: no such option; did you mean --{close[0].replace('_', '-')}?")
+
+
+class Hints(Protocol):
+    """What a room above this one knows of other tools; a module with these two functions is one."""
+
+    def find_writer(self, file: Mapping[str, Any], /) -> str | None:
+        """Returns the tool that a file was written for; None where it may be a recipe."""
+
+    def explain_key(self, key: str, /) -> tuple[str, str] | None:
+        """Explains another tool's key: (our key, a sentence without the key); None where it is nobody's."""
+
+
+_hints: list[Hints] = []
+
+
+def add_hints(hints: Hints) -> None:
+    """Adds to every later error of the reader what `hints` knows. Call it where a process begins."""
+    if hints not in _hints:
+        _hints.append(hints)
 
 
 EXPECTED = {
@@ -101,11 +116,12 @@ EXPECTED = {
     "missing": "a list with one more entry",
 }
 NOT_FINITE = ("nan", "inf", "infinity")  # text in YAML, which writes .nan and .inf
-YES, NO = {"true", "yes", "on"}, {"false", "no", "off"}  # without quotes, and not text, in YAML
+YES = {"true", "yes", "on"}
+NO = {"false", "no", "off"}  # without quotes, and not text, in YAML
 
 
 def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
-    """One sentence on a value that its key does not take. `also`: a value outside its bounds that it takes.
+    """Says in a sentence why a key does not take a value. `also`: a value outside its bounds that it takes.
 
     >>> from pydantic import TypeAdapter
     >>> try: TypeAdapter(int | None).validate_python("8", strict=True)
@@ -141,10 +157,9 @@ def _hint(details: Any, value: Any) -> str:
             return ""
         return f"; in quotes it is text: write {value}" if isinstance(plain, (int, float)) else ""
     if isinstance(value, str) and "literal_error" in kinds:
-        known = [
-            word for d in details if "expected" in d.get("ctx", {}) for word in d["ctx"]["expected"].split("'")[1::2]
-        ]
-        if close := difflib.get_close_matches(value.lower(), known, n=1):
+        stated = " ".join(detail.get("ctx", {}).get("expected", "") for detail in details)
+        close = difflib.get_close_matches(value.lower(), re.findall("'([^']*)'", stated), n=1)
+        if close:
             return f"; did you mean {close[0]}?"
     if isinstance(value, str) and "tuple_type" in kinds:
         return f"; write [{', '.join(part.strip() for part in value.split(','))}]"
@@ -157,7 +172,7 @@ def _shown(value: Any) -> str:
 
 
 def shipped_folder(name: str) -> Path:
-    """The folder `name` (`recipes` or `accelerate_configs`): the checkout's own, or the installed package's."""
+    """Returns the folder `name` (`recipes` or `accelerate_configs`): the checkout's own, or the installed package's."""
     package = Path(__file__).resolve().parents[1]
     installed = package / name
     return installed if installed.is_dir() else package.parent / name
@@ -179,7 +194,7 @@ class _Checked:
 
 
 def find_file(name: str, folder: Path, what: str) -> Path:
-    """The file that `name` means: a path, or a name (with or without .yaml) in `folder`."""
+    """Returns the file that `name` means: a path, or a name (with or without .yaml) in `folder`."""
     article = "an" if what[0] in "AEIOU" else "a"
     if not name:
         raise UserError(f"the name of {article} {what} is empty; give a path, or a name of those in {folder}")
@@ -200,8 +215,9 @@ def find_file(name: str, folder: Path, what: str) -> Path:
 
 
 def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: bool = True) -> Recipe:
-    """The recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it; None: these
-    alone. `needs_data`: whether it must name `datasets`.
+    """Reads the recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it.
+
+    Without a name it reads the overrides alone. `needs_data`: whether they must name `datasets`.
 
     Raises `UserError` naming every mistake in the file and the overrides, one a line.
     """
@@ -215,17 +231,17 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
     if in_file.keys() & ACCELERATE_KEYS and not in_file.keys() & recipe_keys().keys():
         raise UserError(f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe")
     for text in overrides:
-        entry, found = read_override(text)
-        problems += found
+        entry, unreadable = read_override(text)
+        problems += unreadable
         if entry is not None:
             in_file[entry.key] = entry
     checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
     method = checked.values.get("method", DEFAULT_METHOD)
     checked.values.update({key: value for key, value in METHODS[method].defaults.items() if key not in in_file})
-    sections = {
-        section: schema(**{key: checked.values[key] for key in keys_of(schema, section) if key in checked.values})
-        for section, schema in SECTIONS.items()
-    }
+    sections = {}
+    for section, schema in SECTIONS.items():
+        given = {key: checked.values[key] for key in keys_of(schema, section) if key in checked.values}
+        sections[section] = schema(**given)
     recipe = Recipe(path=str(path), places={key: entry.where for key, entry in in_file.items()}, **sections)
     if not needs_data and not checked.values.get("datasets"):
         checked.unusable.add("datasets")
@@ -238,7 +254,8 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
 
 def _refuse_another_tools_file(path: Path) -> None:
     """Raises `UserError` if the file was written for another tool: a sentence instead of one for each of its keys."""
-    tool = find_writer(find_yaml(path, is_foreign=True))
+    file = find_yaml(path, is_foreign=True)
+    tool = next(filter(None, (hints.find_writer(file) for hints in _hints)), None)
     if tool is not None:
         article = "an" if tool[0] in "AEIOU" else "a"
         raise UserError(
@@ -248,14 +265,14 @@ def _refuse_another_tools_file(path: Path) -> None:
 
 
 def _model_folder(name: str) -> str:
-    """`name`, or the model/ in it where `name` is a checkpoint of a run (step-00000100)."""
+    """Returns `name`, or the model/ in it where `name` is a checkpoint of a run (step-00000100)."""
     model = Path(name) / "model"
     is_checkpoint = (Path(name) / "manifest.json").is_file() and (model / "config.json").is_file()
     return str(model) if is_checkpoint else name
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as a flat mapping with every key filled in: what recipe.yaml of a run holds."""
+    """Returns the recipe as a flat mapping with every key filled in: what recipe.yaml of a run holds."""
     flat: dict[str, Any] = {}
     for section in SECTIONS:
         flat |= asdict(getattr(recipe, section))
@@ -269,7 +286,7 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> _Checked:
-    """The entries' values in the types of the schema, and what is wrong with them."""
+    """Returns the entries' values in the types of the schema, and what is wrong with them."""
     checked = _Checked()
     for entry in entries:
         key = known.get(entry.key)
@@ -305,7 +322,7 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
 
 
 def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
-    """The value in the type of the key.
+    """Returns the value in the type of the key.
 
     Raises `_Unfit` where it does not fit, or names what is not there.
     """
@@ -335,7 +352,7 @@ def _check_patterns(patterns: Sequence[str]) -> None:
 
 
 def _locate_functions(value: str | Sequence[str], shipped: Collection[str], folder: Path) -> str | tuple[str, ...]:
-    """The functions' names, a file's from here or the recipe's folder."""
+    """Returns the functions' names, a file's from here or the recipe's folder."""
     try:
         if isinstance(value, str):
             return locate(value, folder, shipped)
@@ -345,7 +362,7 @@ def _locate_functions(value: str | Sequence[str], shipped: Collection[str], fold
 
 
 def _locate_file(value: str, folder: Path) -> str:
-    """A path that exists, or a hub name; Jinja text and an address stay as they are."""
+    """Returns a path that exists, or a hub name; Jinja text and an address stay as they are."""
     if any(mark in value for mark in ("\n", "://", "{{", "{%")):
         return value
     try:
@@ -360,7 +377,8 @@ def _locate_file(value: str, folder: Path) -> str:
 def _check_sources(
     items: tuple[Any, ...], schema: type, entry: Entry, folder: Path
 ) -> tuple[tuple[Any, ...], list[str]]:
-    sources, problems = [], []
+    sources = []
+    problems = []
     for item in items:
         if not (isinstance(item, list) and all(isinstance(e, Entry) for e in item)):
             problems.append(
@@ -385,7 +403,7 @@ def _adapter(key: str, section: str) -> TypeAdapter[Any]:
 
 
 def _located(value: str, folder: Path) -> str | None:
-    """A local path that exists, from here or the recipe's folder; a possible hub name as it is; else None."""
+    """Returns a local path that exists, from here or the recipe's folder; a possible hub name as it is; else None."""
     here = Path(value).expanduser()
     for candidate in (here, folder / value):
         if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
@@ -399,44 +417,46 @@ def _matches(pattern: Path) -> bool:
 
 
 def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
-    """(the key that was probably meant, else `key`; a sentence for the user).
+    """Returns (the key that was probably meant, else `key`; a sentence for the user).
 
     `known` are the keys at that place of the file: the recipe's, or those of an entry of `datasets`.
     """
-    top_level = "path" not in known
-    if top_level and key in {field.name for field in fields(DatasetSource)}:
-        return (
-            key,
-            f"{key}: a key of each entry of datasets; write it there, as in datasets=[{{path: ..., {key}: ...}}]",
-        )
-    if top_level and key in MEANT:
-        ours, sentence = MEANT[key]
-        return ours or key, f"{key}: {sentence}"
-    foreign = foreign_names()
-    if top_level and key in foreign:
-        whose, ours = foreign[key]
-        return ours.partition(":")[0], f"{key}: {whose} name; here it is {ours}"
-    if top_level and key in (unneeded := keys_without_counterpart()):
-        whose, note = unneeded[key]
-        return key, f"{key}: {whose} name; no such key: {note}"
-    if top_level and (plain := key.removeprefix("parallelism_config_")) in IN_RECIPE:
-        return IN_RECIPE[plain], f"{key}: no such key; here it is {IN_RECIPE[plain]}"
-    if top_level and key in IN_ACCELERATE_FILE:
-        return key, f"{key}: no such key; write {IN_ACCELERATE_FILE[key]} in a copy of the Accelerate file"
-    if top_level and (key in ACCELERATE_KEYS or key.startswith(("fsdp_", "parallelism_config_"))):
-        return (
-            key,
-            f"{key}: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names",
-        )
+    is_at_top = "path" not in known
+    explained = _explain_at_top(key) if is_at_top else None
+    if explained is not None:
+        meant, sentence = explained
+        return meant, f"{key}: {sentence}"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if close:
         return close[0], f"{key}: no such key; did you mean {close[0]}?"
-    listed = "docs/recipes.md lists them" if top_level else f"one of {', '.join(known)}"
+    listed = "docs/recipes.md lists them" if is_at_top else f"one of {', '.join(known)}"
     return key, f"{key}: no such key; {listed}"
 
 
+def _explain_at_top(key: str) -> tuple[str, str] | None:
+    """Explains a name that is known, though it is no key of a recipe."""
+    if key in {field.name for field in fields(DatasetSource)}:
+        example = f"datasets=[{{path: ..., {key}: ...}}]"
+        return key, f"a key of each entry of datasets; write it there, as in {example}"
+    if key in MEANT:
+        ours, sentence = MEANT[key]
+        return ours or key, sentence
+    for hints in _hints:
+        hint = hints.explain_key(key)
+        if hint is not None:
+            return hint
+    plain = key.removeprefix("parallelism_config_")
+    if plain in IN_RECIPE:
+        return IN_RECIPE[plain], f"no such key; here it is {IN_RECIPE[plain]}"
+    if key in IN_ACCELERATE_FILE:
+        return key, f"no such key; write {IN_ACCELERATE_FILE[key]} in a copy of the Accelerate file"
+    if key in ACCELERATE_KEYS or key.startswith(("fsdp_", "parallelism_config_")):
+        return key, "Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names"
+    return None
+
+
 def explain_value(key: str, value: object) -> str | None:
-    """A sentence on another tool's value of a key that is the same here; None where it is not known.
+    """Returns a sentence on another tool's value of a key that is the same here; None where it is not known.
 
     >>> explain_value("optim", "paged_adamw_8bit")
     "paged_adamw_8bit: another tool's name; here it is adamw_8bit"
@@ -455,44 +475,8 @@ def explain_value(key: str, value: object) -> str | None:
     if key == "loss_type":
         known = (f"{', '.join(facts.losses)} for method: {name}" for name, facts in METHODS.items() if facts.losses)
         return f"{value}: no such loss; there are {'; '.join(known)}"
-    ours, refused = OTHER_VALUES.get(key, {}).get(value), REFUSED_VALUES.get(key, {}).get(value)
+    ours = OTHER_VALUES.get(key, {}).get(value)
+    refused = REFUSED_VALUES.get(key, {}).get(value)
     if ours is not None:
         return f"{value}: another tool's name; here it is {ours}"
     return None if refused is None else f"{value}: {refused}"
-
-
-def foreign_names() -> dict[str, tuple[str, str]]:
-    """Other tools' names for keys that have a different name here: name -> (whose it is, ours).
-
-    >>> foreign_names()["sequence_len"], foreign_names()["lora_rank"][0]
-    (("Axolotl's", 'max_length'), "LLaMA-Factory's and torchtune's")
-    """
-    entry = {key.name for key in fields(DatasetSource)}  # keys of an entry that others have at the top
-
-    def describe(pair: Counterpart) -> str | None:
-        if pair.ours in NESTED:
-            note = "" if pair.note == OWN_DATA else f" ({pair.note})" if pair.note else ""
-            return f"{pair.ours}: {SOURCES_FORM}{note}"
-        noted = pair.ours == "accelerate_config" or pair.theirs in entry
-        return f"{pair.ours} ({pair.note})" if noted and pair.ours else pair.ours
-
-    return _list_keys(describe)
-
-
-def keys_without_counterpart() -> dict[str, tuple[str, str]]:
-    """Other tools' keys that have no counterpart here: name -> (whose it is, why, or what to do instead).
-
-    >>> keys_without_counterpart()["max_prompt_length"][0]
-    "TRL's"
-    """
-    return _list_keys(lambda pair: None if pair.ours else pair.note)
-
-
-def _list_keys(describe: Callable[[Counterpart], str | None]) -> dict[str, tuple[str, str]]:
-    """Keys that are not ours and that `describe` says something of -> (whose they are, what it says of the first)."""
-    found: dict[str, tuple[list[str], str]] = {}
-    for tool, pairs in TOOLS.items():
-        for pair in pairs if tool != "Automodel" else ():  # whose files are nested throughout
-            if "." not in pair.theirs and pair.theirs not in recipe_keys() and (said := describe(pair)):
-                found.setdefault(pair.theirs, ([], said))[0].append(f"{tool}'s")
-    return {key: (" and ".join(whose[:2]), said) for key, (whose, said) in found.items()}

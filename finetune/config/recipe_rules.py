@@ -18,12 +18,14 @@ LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
 
 
 def _function_beside(entry: str, key: str) -> Rule:
+    def has_both(case: Case) -> bool:
+        default = keys_of(DatasetSource)[key].default
+        return any(source.function and getattr(source, key) != default for source in case[entry])
+
     return Rule(
         name=f"function beside {key} of {entry}",
         keys=(entry,),
-        when=lambda case: any(
-            s.function and getattr(s, key) != keys_of(DatasetSource)[key].default for s in case[entry]
-        ),
+        when=has_both,
         message=f"an entry of {entry} cannot combine function with {key}",
         advice=f"keep one of the two; what {key} would choose, the function can",
     )
@@ -118,8 +120,9 @@ def _beside(
 
 
 def _uneven_widths(case: Case) -> list[int]:
-    """Inputs of linear layers that the group size does not divide, by the sizes that a config names."""
-    model, group = case.model, case["qat_group_size"]
+    """Returns the inputs of linear layers that the group size does not divide, by the sizes that a config names."""
+    model = case.model
+    group = case["qat_group_size"]
     widths = {model.hidden, model.heads * model.head_size, model.intermediate} - {0}
     return sorted(width for width in widths if group is not None and width % group)
 

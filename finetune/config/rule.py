@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from finetune.config.facts import MachineFacts, ModelFacts
@@ -31,9 +32,11 @@ class Case:
         return self.ranks // (self.layout.pipeline_parallel_size * (self.layout.replicate_size or 1))
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a recipe's key, or the attribute of this name."""
-        found = recipe_keys().get(key)
-        return getattr(self, key) if found is None else getattr(getattr(self.recipe, found.section), key)
+        """Returns the value of a recipe's key, or the attribute of this name."""
+        recipe_key = recipe_keys().get(key)
+        if recipe_key is None:
+            return getattr(self, key)
+        return getattr(getattr(self.recipe, recipe_key.section), key)
 
     @property
     def name(self) -> str:
@@ -103,24 +106,26 @@ class Rule:
     is_note: bool = False  # worth a line, no reason to stop
 
     def check(self, case: Case) -> Iterable[Problem]:
-        """The problems of `case` by this rule."""
+        """Returns the problems of `case` by this rule."""
         if not self.when(case):
             return []
-        found = self.message.format_map(case) if isinstance(self.message, str) else self.message(case)
+        messages = self.message.format_map(case) if isinstance(self.message, str) else self.message(case)
+        if isinstance(messages, str):
+            messages = [messages]
         advice = self.advice if isinstance(self.advice, str) else self.advice(case)
         if not advice and self.fix is not None:
             advice = "set " + " and ".join(f"{key}: {_in_yaml(value)}" for key, value in self.fix.items())
         end = f"; {advice}" if advice else ""
-        start, place = "teacher_model_name_or_path: " if case.is_teacher else "", _find_place(self.keys, case)
-        return [
-            Problem(rule=self.name, place=place, sentence=start + text + end, fix=self.fix, is_note=self.is_note)
-            for text in ([found] if isinstance(found, str) else found)
-        ]
+        start = "teacher_model_name_or_path: " if case.is_teacher else ""
+        place = _find_place(self.keys, case)
+        make = partial(Problem, rule=self.name, place=place, fix=self.fix, is_note=self.is_note)
+        return [make(sentence=start + message + end) for message in messages]
 
 
 def _find_place(keys: tuple[str, ...], case: Case) -> str:
-    """Where the first of `keys` stands that somebody set; the file where all of them are defaults."""
-    recipe, layout = case.recipe, case.layout
+    """Returns where the first of `keys` stands that somebody set; the file where all are defaults."""
+    recipe = case.recipe
+    layout = case.layout
     for key in ("teacher_model_name_or_path", *keys) if case.is_teacher else keys:
         if key in recipe.places:
             return recipe.places[key]
@@ -131,21 +136,23 @@ def _find_place(keys: tuple[str, ...], case: Case) -> str:
 
 
 def _in_yaml(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def layout_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """A rule on the layout."""
+    """Returns a rule on the layout."""
     return Rule(name=name, keys=keys, needs=("layout",), **others)
 
 
 def model_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """A rule on the model."""
+    """Returns a rule on the model."""
     return Rule(name=name, keys=keys, needs=("model",), **others)
 
 
 def model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """A rule on the model under a layout."""
+    """Returns a rule on the model under a layout."""
     return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
 
 

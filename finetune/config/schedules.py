@@ -43,7 +43,7 @@ class ScheduleFacts:
 
 
 def _share_done(step: int, schedule: Schedule) -> float:
-    """The share of the steps after the warm-up that is done."""
+    """Returns the share of the steps after the warm-up that is done."""
     return min(1.0, (step - schedule.warmup_steps) / max(1, schedule.steps - schedule.warmup_steps))
 
 
@@ -106,7 +106,7 @@ SCHEDULE_KEYS = {
 
 
 def compute_learning_rate(step: int, schedule: Schedule) -> float:
-    """The learning rate of optimizer step `step` (0-based): a pure function, so that there is no scheduler to save.
+    """Returns the learning rate of optimizer step `step` (0-based): a pure function leaves no scheduler to save.
 
     As in transformers, but the warm-up starts one step later on its ramp, so that the first step has a learning rate
     above 0. Cosine: Loshchilov and Hutter 2017, eq. 5, without restarts.
@@ -123,8 +123,9 @@ def compute_learning_rate(step: int, schedule: Schedule) -> float:
 
 
 def find_schedule_problems(kind: str, arguments: Mapping[str, float | str]) -> list[str]:
-    """What is wrong with `lr_scheduler_kwargs` for the schedule, one sentence each."""
-    takes, problems = SCHEDULES[kind].arguments, []
+    """Lists what is wrong with `lr_scheduler_kwargs` for the schedule, one sentence each."""
+    takes = SCHEDULES[kind].arguments
+    problems = []
     for name, value in arguments.items():
         if name in SCHEDULE_KEYS:
             problems.append(f"{name}: here it is {SCHEDULE_KEYS[name]}")

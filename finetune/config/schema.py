@@ -408,7 +408,7 @@ class Recipe:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     def place_of(self, key: str) -> str:
-        """Where `key` was set, for messages: a line of the file, the command line, or the file itself."""
+        """Returns where `key` was set, for messages: a line of the file, the command line, or the file itself."""
         return self.places.get(key, self.path)
 
     @property
@@ -425,7 +425,8 @@ class Recipe:
         name = self.method.teacher_model_name_or_path
         if not self.method_facts.needs_teacher or name is None:
             return None
-        revision, own = self.method.teacher_model_revision, self.model
+        revision = self.method.teacher_model_revision
+        own = self.model
         return Model(
             model_name_or_path=name,
             model_revision=revision,
@@ -474,12 +475,12 @@ NESTED: dict[str, type] = {"datasets": DatasetSource, "eval_datasets": DatasetSo
 
 @cache
 def recipe_keys() -> dict[str, Key]:
-    """Every top-level key of a recipe file, by name."""
+    """Returns every top-level key of a recipe file, by name."""
     return {name: key for section, schema in SECTIONS.items() for name, key in keys_of(schema, section).items()}
 
 
 def compute_global_batch_size(batch: Batch, world_size: int) -> int:
-    """Rows in an optimizer step over all ranks."""
+    """Counts the rows of an optimizer step over all ranks."""
     if batch.global_batch_size is not None:
         return batch.global_batch_size
     return batch.per_device_train_batch_size * (batch.gradient_accumulation_steps or 1) * world_size

@@ -22,14 +22,14 @@ MANY_ROWS = 100_000  # from so many on, each tenfold number is said
 
 
 def expect_recipe(recipe: Any) -> Recipe:
-    """The recipe. Raises `UserError` where a script gives something else, such as a recipe's name."""
+    """Returns the recipe. Raises `UserError` where a script gives something else, such as a recipe's name."""
     if not isinstance(recipe, Recipe):
         raise UserError(f"recipe: {recipe!r} is no recipe; give load_recipe(...) of it")
     return recipe
 
 
 def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
-    """`FILE.py:NAME` with the file as it is found from here or from the recipe's `folder`; a `known` name as it is.
+    """Finds the file of `FILE.py:NAME` from here or from the recipe's `folder`; returns a `known` name as it is.
 
     Raises `ValueError` with a sentence where the text names no function, or there is no such file.
 
@@ -43,24 +43,25 @@ def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
     if not file.endswith(".py") or not name.isidentifier():
         or_known = f", or one of {', '.join(known)}" if known else ""
         raise ValueError(f"{text}: name a Python file and what is in it, such as my_data.py:rows{or_known}")
-    found = next((path for path in (Path(file).expanduser(), folder / file) if path.is_file()), None)
-    if found is None:
+    path = next((path for path in (Path(file).expanduser(), folder / file) if path.is_file()), None)
+    if path is None:
         raise ValueError(f"{file}: no such file, here or in the recipe's folder")
-    return f"{found}:{name}"
+    return f"{path}:{name}"
 
 
 def file_of(name: str) -> Path:
-    """The file of `FILE.py:NAME`."""
+    """Returns the file of `FILE.py:NAME`."""
     return Path(name.rpartition(":")[0])
 
 
 def load(name: str) -> Any:
-    """What `FILE.py:NAME` names. The file is run once for all that it holds, and again once it was edited.
+    """Loads what `FILE.py:NAME` names. Runs the file once for all that it holds, and again once it was edited.
 
     Raises:
         UserError: Where the file cannot be run, or lacks the name; with the line.
     """
-    path, wanted = file_of(name), name.rpartition(":")[2]
+    path = file_of(name)
+    wanted = name.rpartition(":")[2]
     with explained(str(path)):
         module = _run_file(str(path.resolve()), path.stat().st_mtime_ns)
     if not callable(getattr(module, wanted, None)):
@@ -72,14 +73,15 @@ def load(name: str) -> Any:
 
 
 def read_rows(name: str) -> Iterator[dict[str, Any]]:
-    """The rows that the function `FILE.py:NAME` yields. Raises `UserError` for what it raises."""
+    """Yields the rows that the function `FILE.py:NAME` yields. Raises `UserError` for what it raises."""
     function = load(name)
     with explained(name, function):
         rows = function()
     place = f"{place_of(function)}{name}"
     if not hasattr(rows, "__iter__") or isinstance(rows, str | Mapping):
         raise UserError(f"{place}: returned {type(rows).__name__}; yield rows, each a mapping as {{'text': ...}}")
-    rows, end = iter(rows), object()
+    rows = iter(rows)
+    end = object()
     for number in itertools.count(1):
         with explained(f"{name}, row {number}", function):
             row = next(rows, end)
@@ -93,7 +95,7 @@ def read_rows(name: str) -> Iterator[dict[str, Any]]:
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a user's code as a file has it: arrays and tensors as lists.
+    """Returns a row of a user's code as a file has it: arrays and tensors as lists.
 
     >>> import numpy
     >>> plain_row({"input_ids": numpy.arange(3), "source": "web"})
@@ -103,7 +105,7 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place_of(code: Any) -> str:
-    """`FILE:LINE: ` of the definition of a user's function or class; empty where that is not known."""
+    """Returns `FILE:LINE: ` of the definition of a user's function or class; empty where that is not known."""
     with suppress(TypeError, OSError):
         code = inspect.unwrap(code)
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}: "
@@ -129,11 +131,8 @@ def explained(what: str, code: Any = None, *, is_isolated: bool = False) -> Iter
             raise
         if not is_isolated and type(error).__name__ == "OutOfMemoryError":  # torch's, which is explained with the plan
             raise
-        frames = [
-            (frame.filename, frame.lineno)
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith((OURS, "<frozen", contextlib.__file__))
-        ]
+        lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        frames = [line for line in lines if not line[0].startswith((OURS, "<frozen", contextlib.__file__))]
         own = [frame for frame in frames if frame[0] == frames[0][0]]  # not of a library that it calls
         if isinstance(error, SyntaxError) and error.filename:
             own.append((error.filename, error.lineno))

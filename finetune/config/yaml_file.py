@@ -61,16 +61,15 @@ _NUMBERS = {
     "tag:yaml.org,2002:float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",  # noqa: E501
 }
 _LEFT_OUT = (*_NUMBERS, "tag:yaml.org,2002:timestamp")
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _LEFT_OUT]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+_Loader.yaml_implicit_resolvers = {}
+for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+    _Loader.yaml_implicit_resolvers[_first] = [resolver for resolver in _resolvers if resolver[0] not in _LEFT_OUT]
 for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+0123456789."))
 
 
 def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = False) -> tuple[list[Entry], list[str]]:
-    """The top-level entries of a YAML file with their places, and what is wrong with its form, one sentence each.
+    """Reads the top-level entries of a YAML file with their places, and what is wrong with its form in sentences.
 
     A list of mappings under a key of `nested` is read as a list of lists of entries; another tool's file (`is_foreign`)
     may have aliases of single values. Raises `UserError` where the file
@@ -78,12 +77,12 @@ def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = Fals
     """
     try:
         with path.open("rb") as file:
-            raw = file.read(LIMIT_BYTES + 1)
-        if len(raw) > LIMIT_BYTES:
+            content = file.read(LIMIT_BYTES + 1)
+        if len(content) > LIMIT_BYTES:
             raise UserError(
                 f"{path}: more than {LIMIT_BYTES // 1024} KiB of YAML; name a folder or a glob of files instead"
             )
-        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not text in UTF-8 (byte {error.start}); save it as UTF-8") from None
     except OSError as error:
@@ -101,7 +100,7 @@ def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = Fals
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises `UserError`, for what is wrong with a value too."""
+    """Returns the mapping in a YAML file. Raises `UserError`, for what is wrong with a value too."""
     entries, problems = read_entries(path)
     if problems:
         raise UserError.of(problems)
@@ -109,7 +108,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
-    """What can be read of the mapping in a YAML file; empty where there is no such file, or none in it."""
+    """Reads what can be read of the mapping in a YAML file; empty where there is no such file, or none in it."""
     try:
         entries, _ = read_entries(path, is_foreign=is_foreign)
     except UserError:
@@ -118,7 +117,7 @@ def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
 
 
 def _compose(text: str, where: str, what: str = "YAML", is_foreign: bool = False) -> yaml.Node | None:
-    """The node of a text; None where it is empty. Raises `UserError`, with the line in a file."""
+    """Returns the node of a text; None where it is empty. Raises `UserError`, with the line in a file."""
     try:
         return yaml.compose(text, Loader=_ForeignLoader if is_foreign else _Loader)
     except yaml.YAMLError as error:
@@ -130,7 +129,7 @@ def _compose(text: str, where: str, what: str = "YAML", is_foreign: bool = False
 
 
 def read_value(text: str, key: str, where: str, nested: Iterable[str] = ()) -> tuple[Entry, list[str]]:
-    """`text` as the YAML value of `key`, as it is given on a command line, and what is wrong with it."""
+    """Reads `text` as the YAML value of `key` on a command line, with what is wrong with it."""
     problems: list[str] = []
     try:
         node = _compose(text, f"{where}: {key}", "a YAML value")
@@ -144,10 +143,11 @@ def read_value(text: str, key: str, where: str, nested: Iterable[str] = ()) -> t
 def _entries_of(
     node: yaml.MappingNode, place: Callable[[yaml.Node], str], nested: frozenset[str] | None, problems: list[str]
 ) -> list[Entry]:
-    """The entries of a file, or with `nested` None of an item in one of its lists."""
+    """Returns the entries of a file, or with `nested` None of an item in one of its lists."""
     entries: dict[str, Entry] = {}
     for key_node, value_node in node.value:
-        key, where = str(key_node.value), place(key_node)
+        key = str(key_node.value)
+        where = place(key_node)
         if key in entries:
             first = "" if nested is None else f", first at line {entries[key].where.rsplit(':', 1)[-1]}"
             problems.append(f"{where}: {key}: given twice{first}; keep one")
@@ -165,10 +165,10 @@ def _entry(
     problems: list[str],
 ) -> Entry:
     if key in nested and isinstance(node, yaml.SequenceNode):
-        items = [
-            _entries_of(item, place, None, problems) if isinstance(item, yaml.MappingNode) else _construct(item)
-            for item in node.value
-        ]
+        items: list[Any] = []
+        for item in node.value:
+            is_mapping = isinstance(item, yaml.MappingNode)
+            items.append(_entries_of(item, place, None, problems) if is_mapping else _construct(item))
         return Entry(key, items, where)
     problems += [f"{place(twice)}: {twice.value}: given twice; keep one" for twice in _repeated_keys(node)]
     places = {str(k.value): place(k) for k, _ in node.value} if isinstance(node, yaml.MappingNode) else {}

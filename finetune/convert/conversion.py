@@ -5,7 +5,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,18 @@ import yaml
 from finetune.config.facts import has_fused_experts
 from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS
-from finetune.config.other_tools import (
-    DEFAULTS,
-    FOUR_BIT_DEFAULTS,
-    INT8,
-    LORA_DEFAULTS,
-    TOOLS,
-    TRL_ONLINE,
-    UNLIMITED,
-    UNLIMITED_NOTE,
-    Counterpart,
-    Tool,
-)
-from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
+from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.reader import read_recipe
-from finetune.config.schedules import SCHEDULES
-from finetune.config.schema import NESTED, DatasetSource, Lora, recipe_keys
+from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
+from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
+from finetune.convert.by_tool import adapt_tool
+from finetune.convert.contradictions import remove_contradictions
+from finetune.convert.counterparts import GRPO, NOTES, Counterpart, Tool, ToolFile, list_counterparts
 from finetune.convert.datasets import add_sources
+from finetune.convert.defaults import add_defaults
+from finetune.convert.foreign_values import WrongValue, convert_number
 from finetune.convert.model_names import (
-    BITSANDBYTES_MODEL,
     adapt_model,
     add_tokenizers_turns,
     find_images,
@@ -43,11 +35,10 @@ from finetune.convert.model_names import (
     report_classes,
     set_template,
 )
-from finetune.convert.objectives import adapt_preferences, adapt_rounding, find_method
-from finetune.convert.recognize import load_theirs, refuse_other_methods
-from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_value, read_section
-from finetune.convert.runnable import make_runnable, read_layout, write_accelerate
-from finetune.convert.their_values import WrongValue, convert_number, shorten
+from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
+from finetune.convert.recognize import load_settings, refuse_other_methods
+from finetune.convert.rules import LEAVE, Conversion, convert_value
+from finetune.convert.runnable import make_runnable
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
@@ -65,33 +56,37 @@ def convert_command(arguments: argparse.Namespace) -> int:
     """
     source = Path(arguments.source)
     refuse_own(source)
-    found = convert_file(source)
-    problems = read_back(found.recipe)
-    if found.accelerate_file is not None:
+    conversion = convert_file(source)
+    problems = read_back(conversion.recipe)
+    if conversion.accelerate_file is not None:
         path = accelerate_path(Path(arguments.output or source.name))
-        found.recipe["accelerate_config"] = path.name
+        conversion.recipe["accelerate_config"] = path.name
         if not arguments.output:
-            found.to_do.append(f"accelerate_config: {path.name} is written beside the recipe with --output")
-    text = as_text(source, found)
+            conversion.to_do.append(f"accelerate_config: {path.name} is written beside the recipe with --output")
+    text = as_text(source, conversion)
     wrong = [problem for problem in problems if not problem.endswith(MISSING_FILE)]
     if wrong:
         raise UserError.of(f"{source}: not converted; the recipe would be wrong: {problem}" for problem in wrong)
     if arguments.output:
-        output = Path(arguments.output)
-        if found.accelerate_file is not None:
-            _write(accelerate_path(output), found.accelerate_file, arguments.overwrite)
-        _write(output, text, arguments.overwrite)
+        _write_files(Path(arguments.output), text, conversion.accelerate_file, arguments.overwrite)
     else:
         print(text, end="")
+    to_do = [f"to do: {problem}" for problem in [*problems, *conversion.to_do]]
     is_seen = not arguments.output and sys.stdout.isatty()  # as comments at the recipe's end
-    notes = [] if is_seen else [*found.differences, *found.remarks]
-    for line in [*notes, *(f"to do: {problem}" for problem in [*problems, *found.to_do])]:
+    notes = [] if is_seen else [*conversion.differences, *conversion.remarks]
+    for line in notes + to_do:
         print(line, file=sys.stderr)
-    return EXIT_TO_DO if found.to_do else 0
+    return EXIT_TO_DO if conversion.to_do else 0
+
+
+def _write_files(output: Path, recipe: str, accelerate_file: str | None, overwrite: bool) -> None:
+    if accelerate_file is not None:
+        _write(accelerate_path(output), accelerate_file, overwrite)
+    _write(output, recipe, overwrite)
 
 
 def accelerate_path(recipe: Path) -> Path:
-    """The Accelerate file beside a recipe.
+    """Returns the path of the Accelerate file beside a recipe.
 
     >>> accelerate_path(Path("runs/ours.yaml")).as_posix()
     'runs/ours.accelerate.yaml'
@@ -101,8 +96,8 @@ def accelerate_path(recipe: Path) -> Path:
 
 def refuse_own(source: Path) -> None:
     """Raises `UserError` where `source` is a recipe of ours already."""
-    theirs = find_yaml(source, is_foreign=True)  # what is wrong with it is said where it is read as another tool's
-    if theirs and is_ours(theirs, source):
+    settings = find_yaml(source, is_foreign=True)  # what is wrong with it is said where it is read as another tool's
+    if settings and is_ours(settings, source):
         raise UserError(
             f"{source}: a recipe of this toolkit already: there is nothing to convert, train with it as it is"
         )
@@ -117,35 +112,35 @@ def _write(path: Path, text: str, overwrite: bool) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}); name another file") from None
 
 
-def is_ours(theirs: Mapping[str, Any], source: Path) -> bool:
+def is_ours(settings: ToolFile, source: Path) -> bool:
     """Whether all keys are ours, and one of them is ours alone or the whole file reads as a recipe."""
-    mixtures = [theirs.get(key) for key in NESTED if key in theirs]
-    entries = [entry for mixture in mixtures if isinstance(mixture, list) for entry in mixture]
-    named = {key for entry in entries if isinstance(entry, dict) for key in entry}
-    own = keys_of(DatasetSource).keys()
-    if "datasets" not in theirs or not (theirs.keys() <= recipe_keys().keys() and named <= own):
+    if "datasets" not in settings or not settings.keys() <= recipe_keys().keys():
         return False
-    return bool(named & (own - {"path", "name", "split"})) or not _problems(str(source))
+    keys_of_entries: set[str] = set()
+    for key in NESTED.keys() & settings.keys():
+        entries = settings[key] if isinstance(settings[key], list) else []
+        keys_of_entries.update(*(entry for entry in entries if isinstance(entry, dict)))
+    ours = keys_of(DatasetSource).keys()
+    if not keys_of_entries <= ours:
+        return False
+    return bool(keys_of_entries & (ours - {"path", "name", "split"})) or not _problems(str(source))
 
 
-def as_text(source: Path, found: Conversion) -> str:
-    """The recipe file, with what differs as comments at its end."""
-    text = f"# From {source.name} ({found.tool}) by finetune convert.\n"
-    text += yaml.safe_dump(found.recipe, sort_keys=False, allow_unicode=True)
-    for title, lines in (
-        ("To do", found.to_do),
-        ("Different here", found.differences),
-        ("Worth a look", found.remarks),
-    ):
+def as_text(source: Path, conversion: Conversion) -> str:
+    """Returns the recipe file, with what differs as comments at its end."""
+    text = f"# From {source.name} ({conversion.tool}) by finetune convert.\n"
+    text += yaml.safe_dump(conversion.recipe, sort_keys=False, allow_unicode=True)
+    sections = {"To do": conversion.to_do, "Different here": conversion.differences, "Worth a look": conversion.remarks}
+    for title, lines in sections.items():
         if lines:
             text += f"\n# {title}:\n" + "".join(f"#   {' '.join(line.splitlines())}\n" for line in lines)
-    if found.ignored:
-        text += f"\n# Without effect here: {', '.join(dict.fromkeys(found.ignored))}\n"
+    if conversion.ignored:
+        text += f"\n# Without effect here: {', '.join(dict.fromkeys(conversion.ignored))}\n"
     return text
 
 
 def read_back(recipe: Mapping[str, Any]) -> list[str]:
-    """What our reader says of a converted recipe. A local path that is missing here may exist where it is trained."""
+    """Lists what our reader says of a recipe. A local path that is missing here may exist where it is trained."""
     values = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]
     return [line.replace(COMMAND_LINE, "the recipe") for line in _problems(None, values)]
 
@@ -168,53 +163,76 @@ OPTIMIZER_NOTES = {
     "differently",
 }
 RATES = ("learning_rate", "lr")  # other keys become shares of it
-# Read last: what decides over other keys, wherever it stands in a file (no warm-up, all layers, what is on).
+# What decides over other keys, wherever it stands in a file: no warm-up, all layers, what is on.
 DECISIVE = ("schedule", "all-linear", "flag", "optimizer-flag")
+NOTHING: tuple[Any, ...] = (False, [], {}, "no", "none", 0)  # values that ask for nothing
+# How a key's value becomes ours -> the capability that is missing where it cannot.
+MISSING_CAPABILITIES: Mapping[str, str] = {
+    "schedule": "schedule {}",
+    "optimizer": "another optimizer",
+    "module-patterns": "training rows of a tensor",
+    "bits": "{}-bit base",
+    "quantizer": "another quantization",
+}
 
 
 def convert_file(source: Path) -> Conversion:
-    """The recipe made from `source`. Raises `UserError`, a `Refusal` if its method or model is not supported."""
+    """Makes a recipe from `source`.
+
+    Raises:
+        Refusal: The file's method or model is not supported.
+        UserError: The file cannot be read, or holds a value that its own tool would not read.
+    """
     try:
-        return _convert(*load_theirs(source), source)
+        return _convert(*load_settings(source), source)
     except WrongValue as wrong:
         raise UserError(f"{source}: {wrong}") from None
 
 
-def _convert(tool: Tool, theirs: dict[str, Any], text: str, source: Path) -> Conversion:
-    refuse_other_methods(tool, theirs, source)
-    found, method = Conversion(tool, images=find_images(tool, theirs)[1]), find_method(tool, theirs, source)
-    known = {pair.theirs: pair for pair in TOOLS[tool] + (TRL_ONLINE if METHODS[method].samples else ())}
+def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> Conversion:
+    refuse_other_methods(tool, settings, source)
+    conversion = Conversion(tool, images=find_images(tool, settings)[1])
+    method = find_method(tool, settings, source)
+    known = {pair.key: pair for pair in list_counterparts(tool)}
+    if METHODS[method].samples:
+        known |= {pair.key: pair for pair in list_counterparts(GRPO)}
+    for key, value in sorted(_walk(settings, known), key=lambda item: _find_turn(item[0], known)):
+        _convert_key(key, value, known, conversion)
+    adapt_model(settings, conversion)
+    adapt_tool(settings, text, conversion)
+    adapt_rounding(settings, conversion)
+    report_classes(settings, conversion)
+    add_tokenizers_turns(settings, conversion)
+    _report_quantized_experts(settings, conversion)
+    adapt_method(method, settings, source, conversion)
+    add_sources(tool, settings, source, conversion)
+    add_defaults(settings, conversion)
+    _add_layout(settings, text, conversion)
+    remove_contradictions(conversion)
+    make_runnable(conversion)
+    conversion.recipe = {key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe}
+    return conversion
 
-    def find_turn(item: tuple[str, Any]) -> int:
-        pair = known.get(item[0])
-        return 0 if item[0].rsplit(".", 1)[-1] in RATES else 2 if pair and pair.carry in DECISIVE else 1
 
-    for key, value in sorted(_walk(theirs, known), key=find_turn):
-        _convert_key(key, value, known, found)
-    adapt_model(theirs, found)
-    adapt_tool(theirs, text, found)
-    adapt_rounding(theirs, found)
-    report_classes(theirs, found)
-    add_tokenizers_turns(theirs, found)
-    name = str(found.recipe.get("model_name_or_path"))
-    asked = next((load_key for load_key in LOAD_KEYS if found.recipe.get(load_key)), None)
+def _find_turn(key: str, known: Mapping[str, Counterpart]) -> int:
+    """Returns when a key is read: rates first (0), what decides over other keys last (2)."""
+    if key.rsplit(".", 1)[-1] in RATES:
+        return 0
+    return 2 if key in known and known[key].carry in DECISIVE else 1
+
+
+def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> None:
+    name = str(conversion.recipe.get("model_name_or_path"))
+    load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     is_fused = is_mixture(name) and has_fused_experts(guess_family(name) or "")
-    if asked and is_fused and not theirs.get("quantize_moe_experts"):
-        found.add_difference(asked, True, "a mixture's experts are quantized here too; there only linear layers are")
-    adapt_preferences(method, theirs, source, found)
-    add_sources(tool, theirs, source, found)
-    _add_defaults(theirs, found)
-    _add_layout(theirs, text, found)
-    _remove_contradictions(found)
-    make_runnable(found)
-    order = list(recipe_keys())
-    found.recipe = dict(sorted(found.recipe.items(), key=lambda item: order.index(item[0])))
-    return found
+    if load_key and is_fused and not settings.get("quantize_moe_experts"):
+        note = "a mixture's experts are quantized here too; there only linear layers are"
+        conversion.add_difference(load_key, True, note)
 
 
-def _walk(theirs: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Their keys with values; a nested mapping is walked where the table names keys inside it."""
-    for key, value in theirs.items():
+def _walk(settings: ToolFile, known: Mapping[str, Counterpart], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields keys with their values; walks a nested mapping where the table names keys inside it."""
+    for key, value in settings.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
             if name in known and known[name].carry == "by-code":
@@ -224,198 +242,152 @@ def _walk(theirs: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: s
             yield name, value
 
 
-def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: Conversion) -> None:
-    """Adds their `key: value` to what was `found`: to the recipe, the differences or the ignored keys.
+def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], conversion: Conversion) -> None:
+    """Adds a setting of the other tool to the recipe, the differences or the ignored keys.
 
-    >>> found, known = Conversion("Axolotl"), {pair.theirs: pair for pair in TOOLS["Axolotl"]}
+    >>> conversion = Conversion("Axolotl")
+    >>> known = {pair.key: pair for pair in list_counterparts("Axolotl")}
     >>> for key, value in {"sequence_len": 4096, "relora_steps": 5, "cut_cross_entropy": True}.items():
-    ...     _convert_key(key, value, known, found)
-    >>> found.recipe, found.differences, found.ignored
+    ...     _convert_key(key, value, known, conversion)
+    >>> conversion.recipe, conversion.differences, conversion.ignored
     ({'max_length': 4096}, ['relora_steps: 5   (ReLoRA: not supported)'], ['cut_cross_entropy'])
     """
-    ours, pair = recipe_keys(), known.get(key)
-    if pair is None and key in ours and key not in NESTED:
+    pair = known.get(key)
+    if pair is None and key in recipe_keys() and key not in NESTED:
         pair = Counterpart(key, key)
-    if pair is None and "." in key:
-        section = known.get(key.split(".")[0])
-        if section is not None and (section.carry == "by-code" or not section.has_effect):
-            found.ignored += [] if section.carry == "by-code" else [key]
-            return  # an entry's own key is read with the entry
     if pair is None:
-        close = difflib.get_close_matches(key, [*known, *ours], n=1, cutoff=0.75)
-        if value is not None:
-            found.add_difference(key, value, f"not known here{f'; did you mean {close[0]}?' if close else ''}")
+        _report_unknown(key, value, known, conversion)
     elif not pair.has_effect:
-        found.ignored.append(key)
-    elif value is None or value == "" or (pair.ours is None and value in (False, [], {}, "no", "none", 0)):
+        conversion.ignored.append(key)
+    elif value is None or value == "":
         if pair.carry == "clip":
-            found.recipe[str(pair.ours)] = None
-    elif pair.ours is None and value == 1 and not isinstance(value, bool):
-        found.ignored.append(key)  # a size of 1 asks for nothing
+            conversion.recipe[str(pair.ours)] = None
     elif pair.ours is None:
-        found.add_difference(key, value, pair.note, pair.missing_capability)
+        _report_missing(key, value, pair, conversion)
     elif pair.carry == "template":
-        set_template(key, value, pair, found)
+        set_template(key, value, pair, conversion)
     else:
-        _set(key, value, pair, found)
+        _set(key, value, pair, conversion)
 
 
-def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
-    """Sets our key of `pair`. A value without equivalent is reported instead (`lr_scheduler: rex`)."""
-    ours = convert_value(pair, value, found.recipe)
+def _report_unknown(key: str, value: Any, known: Mapping[str, Counterpart], conversion: Conversion) -> None:
+    section = known.get(key.split(".")[0]) if "." in key else None
+    if section is not None and section.carry == "by-code":
+        return  # an entry's own key is read with the entry
+    if section is not None and not section.has_effect:
+        conversion.ignored.append(key)
+    elif value is not None:
+        close = difflib.get_close_matches(key, [*known, *recipe_keys()], n=1, cutoff=0.75)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        conversion.add_difference(key, value, f"not known here{meant}")
+
+
+def _report_missing(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
+    if value in NOTHING:
+        return
+    if value == 1 and not isinstance(value, bool):
+        conversion.ignored.append(key)  # a size of 1 asks for nothing
+    else:
+        conversion.add_difference(key, value, pair.note, pair.missing_capability)
+
+
+def _set(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
+    """Sets our key of `pair`; reports a value without equivalent (`lr_scheduler: rex`)."""
+    ours = convert_value(pair, value, conversion.recipe)
     if ours is LEAVE:
         return
     if ours is None:
-        capability = {
-            "schedule": f"schedule {value}",
-            "optimizer": "another optimizer",
-            "module-patterns": "training rows of a tensor",
-            "bits": f"{value}-bit base",
-            "quantizer": "another quantization",
-        }.get(pair.carry)
-        found.add_difference(key, value, pair.note or "no such value here", capability or "")
+        capability = MISSING_CAPABILITIES.get(pair.carry, "").format(value)
+        conversion.add_difference(key, value, pair.note or "no such value here", capability)
         return
-    name = "load_in_8bit" if pair.carry == "bits" and value == 8 else str(pair.ours)
-    if pair.carry == "warmup" and isinstance(ours, float) and 0 < ours < 1:
-        name = "warmup_ratio"
+    conversion.recipe |= _name_value(value, ours, pair)
+    if pair.carry in SIDE_EFFECTS:
+        SIDE_EFFECTS[pair.carry](key, value, conversion)
+    if pair.inexact:
+        conversion.add_remark(key, value, pair.note)
+
+
+def _name_value(value: Any, ours: Any, pair: Counterpart) -> dict[str, Any]:
+    """Returns our keys for a value, of which the value may decide the name."""
     if pair.carry == "betas":
-        found.recipe |= {"adam_beta1": convert_number(ours[0]), "adam_beta2": convert_number(ours[1])}
-        return
-    if ours == "best" and name == "save_strategy":
-        found.recipe["keep_best_checkpoint"] = True
-        return
-    found.recipe[name] = None if ours == "null" else ours
-    if pair.carry == "lora-only":
-        found.recipe["use_peft"] = True
-    if pair.carry == "schedule" and str(value) == "constant" and found.tool != "Automodel":
-        found.recipe["warmup_steps"] = 0  # transformers' "constant" has no warm-up
-        found.recipe.pop("warmup_ratio", None)
-    if pair.carry == "optimizer":
-        notes = (note for pattern, note in OPTIMIZER_NOTES.items() if re.search(pattern, str(value).lower()))
-        found.remarks += [f"{key}: {shorten(value)}   ({note})" for note in notes]
-        if "4bit" in str(value).lower():
-            found.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
-    if value == "qlora" and pair.carry == "adapter":
-        found.recipe |= QLORA
-    elif pair.carry == "bits" and value == 8:
-        found.remarks.append(f"{key}: {shorten(value)}   ({INT8})")
-    elif pair.inexact:
-        found.remarks.append(f"{key}: {shorten(value)}   ({pair.note})")
+        return {"adam_beta1": convert_number(ours[0]), "adam_beta2": convert_number(ours[1])}
+    if pair.ours == "save_strategy" and ours == "best":
+        return {"keep_best_checkpoint": True}
+    if pair.carry == "bits" and value == 8:
+        return {"load_in_8bit": ours}
+    if pair.carry == "warmup" and isinstance(ours, float) and 0 < ours < 1:
+        return {"warmup_ratio": ours}
+    return {str(pair.ours): None if ours == "null" else ours}
 
 
-def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """The tool's defaults where ours differ."""
-    tool, recipe, ours = found.tool, found.recipe, recipe_keys()
-    given = dict(DEFAULTS[tool])
-    if tool == "LLaMA-Factory" and theirs.get("stage") == "pt":
-        given["packing"] = True
-    is_unlimited = tool in ("torchtune", "Automodel") or (tool == "TRL" and theirs.get("max_length", 0) is None)
-    if is_unlimited and recipe.get("max_length") is None:
-        recipe.pop("max_length", None)
-        given |= UNLIMITED
-        found.remarks.append(UNLIMITED_NOTE)
-    has_schedule = "warmup_ratio" in recipe or recipe.get("lr_scheduler_type", "constant") != "constant"
-    if tool in ("torchtune", "Automodel") and has_schedule:
-        given.pop("warmup_steps" if "warmup_ratio" in recipe else "lr_scheduler_type")
-    if METHODS[recipe.get("method", "sft")].rows != "answers":
-        given.pop("assistant_only_loss", None)  # only the answers are compared
-    if METHODS[recipe.get("method", "sft")].samples:
-        given.pop("packing", None)  # what is sampled is packed here, for the same loss
-    if recipe.get("warmup_steps"):
-        given.pop("warmup_ratio", None)
-    if tool == "Axolotl" and not {"warmup_steps", "warmup_ratio"} & recipe.keys():
-        found.remarks.append("warmup_steps: null   (3% of the steps, but at most 100 there)")
-    if tool == "LLaMA-Factory" and recipe.get("use_peft", True):
-        rank = recipe.get("lora_r", 8)
-        recipe.setdefault("lora_alpha", 2 * rank if isinstance(rank, int) else 16)
-    if recipe.get("use_peft", given.get("use_peft")):
-        given |= LORA_DEFAULTS[tool]
-    if read_recipe_quantization(recipe).bits == 4:
-        given |= FOUR_BIT_DEFAULTS[tool]
-    if tool == "Axolotl" and any(entry.get("type") != "text" for entry in recipe.get("datasets", ())):
-        given["overlength"] = "drop"  # plain text is split, there as here
-    _add_saves(theirs, found, given)
-    for key, value in given.items():
-        if key not in recipe and ours[key].default != value:
-            recipe[key] = value
-    # An adapter that is trained further decides the other keys of LoRA, there as here.
-    kept = {"use_peft", "adapter_name_or_path"} if recipe.get("adapter_name_or_path") else set(keys_of(Lora))
-    for key in keys_of(Lora).keys() - (kept if recipe.get("use_peft") else set()):
-        recipe.pop(key, None)
+def _train_adapters(key: str, value: Any, conversion: Conversion) -> None:
+    conversion.recipe["use_peft"] = True
 
 
-def _add_saves(theirs: Mapping[str, Any], found: Conversion, given: dict[str, Any]) -> None:
-    """When a tool saves, and how many it keeps, where the file does not say: all but Trainer save every epoch."""
-    recipe = found.recipe
-    is_said = {"save_steps", "save_strategy", "keep_best_checkpoint"} & recipe.keys()
-    if is_said:
-        given.pop("save_steps", None)
-    epochs = recipe.get("num_train_epochs", given.get("num_train_epochs", 1))
-    once = theirs.get("saves_per_epoch") or theirs.get("save_last_epoch_only") or recipe.get("streaming")
-    once = once or read_section(theirs, "step_scheduler").get("save_checkpoint_every_epoch") is False
-    if not is_said and "save_steps" not in given and not once and isinstance(epochs, int | float) and epochs > 1:
-        recipe["save_strategy"] = "epoch"
-    if not {"save_steps", "save_strategy"} & (recipe.keys() | given.keys()) or recipe.get("save_strategy") == "no":
-        given.pop("save_total_limit", None)  # one checkpoint, at the end
+def _quantize_base(key: str, value: Any, conversion: Conversion) -> None:
+    if value == "qlora":
+        conversion.recipe |= QLORA
 
 
-def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    layout = read_layout(found.tool, theirs, text)
-    if found.recipe.get("optim_in_backward") and layout.sharding == "none":
+def _note_8_bits(key: str, value: Any, conversion: Conversion) -> None:
+    if value == 8:
+        conversion.add_remark(key, value, NOTES["INT8"])
+
+
+def _stop_warmup(key: str, value: Any, conversion: Conversion) -> None:
+    """Drops the warm-up, which transformers' "constant" does not have."""
+    if str(value) == "constant" and conversion.tool != "Automodel":
+        conversion.recipe["warmup_steps"] = 0
+        conversion.recipe.pop("warmup_ratio", None)
+
+
+def _note_optimizer(key: str, value: Any, conversion: Conversion) -> None:
+    name = str(value).lower()
+    for pattern, note in OPTIMIZER_NOTES.items():
+        if re.search(pattern, name):
+            conversion.add_remark(key, value, note)
+    if "4bit" in name:
+        conversion.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
+
+
+# How a key's value becomes ours -> what it does beside that.
+SIDE_EFFECTS: Mapping[str, Callable[[str, Any, Conversion], None]] = {
+    "lora-only": _train_adapters,
+    "adapter": _quantize_base,
+    "bits": _note_8_bits,
+    "schedule": _stop_warmup,
+    "optimizer": _note_optimizer,
+}
+
+
+def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    """Names the Accelerate file for the layout of a file, and drops what that layout has no use for."""
+    recipe = conversion.recipe
+    layout = read_layout(conversion.tool, settings, text)
+    if recipe.get("optim_in_backward") and layout.sharding == "none":
         layout = replace(layout, sharding="full")  # the same in one process, and DDP keeps its gradients
     if layout.file is not None:
-        found.recipe["accelerate_config"] = layout.file
-    found.accelerate_file = write_accelerate(layout)
-    found.remarks += layout.remarks()
-    if layout.pure_bf16 and not found.recipe.get("use_peft"):
-        found.recipe.setdefault("dtype", "bfloat16")
-    elif layout.pure_bf16 and found.tool == "torchtune":
-        found.remarks.append("dtype: bf16   (of the adapters and their moments too there; both are in fp32 here)")
-    elif layout.keeps_fp32 and not found.recipe.get("use_peft") and found.recipe.pop("dtype", None) == "bfloat16":
-        found.remarks.append(f"dtype: bfloat16   ({MASTER_WEIGHTS})")
-    if found.recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
-        del found.recipe["activation_offload"]
-        found.remarks.append("activation offloading is dropped: without activation checkpointing there is none here")
-    if found.recipe.get("optim_in_backward") and layout.sharding == "offload":
-        del found.recipe["optim_in_backward"]
-        found.remarks.append("optimizer_in_bwd is dropped: under CPU offload gradients are in host memory already")
+        recipe["accelerate_config"] = layout.file
+    conversion.accelerate_file = write_accelerate(layout)
+    conversion.remarks += layout.remarks()
+    _set_dtype(layout, conversion)
+    if recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
+        del recipe["activation_offload"]
+        conversion.remarks.append(
+            "activation offloading is dropped: without activation checkpointing there is none here"
+        )
+    if recipe.get("optim_in_backward") and layout.sharding == "offload":
+        del recipe["optim_in_backward"]
+        conversion.remarks.append("optimizer_in_bwd is dropped: under CPU offload gradients are in host memory already")
     if layout.file not in (None, "ddp", "ddp_checkpointing") and not layout.checkpointing:
-        found.remarks.append(f"activation checkpointing is on in {layout.file}.yaml: less memory, the same loss")
+        conversion.remarks.append(f"activation checkpointing is on in {layout.file}.yaml: less memory, the same loss")
 
 
-def _remove_contradictions(found: Conversion) -> None:
-    """Removes keys that ask for nothing together with the others, and says so."""
-    recipe = found.recipe
-    if recipe.get("streaming") and recipe.pop("eval_split_size", None) is not None:
-        found.differences.append("eval_split_size is dropped: rows cannot be held out of a stream; name eval_datasets")
-    for strategy, steps in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
-        if strategy in recipe and recipe.pop(steps, None) is not None:
-            found.ignored.append(steps)  # only the strategy steps reads it
-        if recipe.get(strategy) == "no":
-            del recipe[strategy]  # without steps the default here
-    for key in LOAD_KEYS:
-        if not recipe.get("use_peft") and recipe.pop(key, False):
-            found.add_difference(key, True, "only a frozen base can be quantized; every parameter is trained here")
-    is_stored = BITSANDBYTES_MODEL.search(str(recipe.get("model_name_or_path")).lower()) is not None
-    if is_stored and (asked := [key for key in LOAD_KEYS if recipe.pop(key, False)]):
-        found.remarks.append(f"{', '.join(asked)}: left to the model, whose files are quantized already")
-    if read_recipe_quantization(recipe).bits != 4:
-        for key in FOUR_BIT_DEFAULTS[found.tool]:
-            recipe.pop(key, None)
-    held_out = "eval_datasets" in recipe or "eval_split_size" in recipe
-    for key in ("eval_steps", "eval_strategy"):
-        if not held_out and recipe.pop(key, None) is not None:
-            found.remarks.append(f"{key} is dropped: no rows are held out")
-    for key in ("early_stopping_patience", "keep_best_checkpoint"):
-        if not {"eval_steps", "eval_strategy"} & recipe.keys() and recipe.pop(key, None) is not None:
-            found.differences.append(f"{key} is dropped: it needs eval_steps here")
-    if recipe.get("lr_scheduler_type") == "polynomial" and "min_lr_ratio" not in recipe:
-        rate = recipe.get("learning_rate") or recipe_keys()["learning_rate"].default
-        recipe["min_lr_ratio"] = 1e-7 / rate  # lr_end there
-    schedule = SCHEDULES.get(str(recipe.get("lr_scheduler_type")))
-    if schedule is not None and not schedule.has_end and recipe.pop("min_lr_ratio", None):
-        found.ignored.append("min_lr")  # a rate that does not fall has no use for it
-    if recipe.get("warmup_steps", 0) is None:
-        del recipe["warmup_steps"]
-    for key in [key for key, value in recipe.items() if value is None and recipe_keys()[key].default is None]:
-        del recipe[key]
+def _set_dtype(layout: AskedLayout, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    if layout.pure_bf16 and not recipe.get("use_peft"):
+        recipe.setdefault("dtype", "bfloat16")
+    elif layout.pure_bf16 and conversion.tool == "torchtune":
+        conversion.remarks.append("dtype: bf16   (of the adapters and their moments too there; both are in fp32 here)")
+    elif layout.keeps_fp32 and not recipe.get("use_peft") and recipe.pop("dtype", None) == "bfloat16":
+        conversion.remarks.append(f"dtype: bfloat16   ({MASTER_WEIGHTS})")

@@ -1,34 +1,35 @@
 """Other tools' data sets as entries of `datasets` and `eval_datasets`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.config.keys import keys_of
-from finetune.config.other_tools import ALPACA_PROMPT, ALPACA_STYLE, Tool
 from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
-from finetune.convert.model_names import guess_vision_family
-from finetune.convert.rules import (
+from finetune.convert.counterparts import Tool, ToolFile
+from finetune.convert.entries import (
     BUILDERS,
-    Conversion,
+    DataSetEntry,
     Sources,
-    TheirEntry,
     compares_answers,
     find_from_root,
     list_entries,
     make_sources,
     read_each,
-    read_section,
     take_first_rows,
 )
-from finetune.convert.their_values import shorten
+from finetune.convert.foreign_values import shorten
+from finetune.convert.model_names import guess_vision_family
+from finetune.convert.rules import Conversion, read_section
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
 
 PAIRED_COLUMNS = {"prompt": "prompt_column", "chosen": "chosen_column", "rejected": "rejected_column"}
+RATED_COLUMNS = {"completion": "completion_column", "label": "label_column"}
 TORCHTUNE_PAIRS = {
     "stack_exchange_paired": "lvwerra/stack-exchange-paired",
     "hh_rlhf_helpful": "RLHFlow/HH-RLHF-Helpful-standard",
@@ -38,21 +39,28 @@ STACK_EXCHANGE = {"prompt": "question", "chosen": "response_j", "rejected": "res
 SUBFOLDER = "read from this folder of the hub data set alone there; here from all of it"
 
 
-def read_torchtune_preferences(entry: TheirEntry, found: Conversion) -> Sources:
-    """Our entries for one of torchtune's; a component that is not known stays unread, and is listed."""
-    component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
+def _name_component(entry: DataSetEntry) -> str:
+    """Returns the data set builder of torchtune that an entry names, without its ending."""
+    return str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
+
+
+def _read_torchtune_preferences(entry: DataSetEntry, conversion: Conversion) -> Sources:
+    """Reads an entry of torchtune's; a component that is not known stays unread, and is listed."""
+    component = _name_component(entry)
     entry.flatten("column_map")
-    keys: dict[str, Any] = {"name": entry.take("name"), "split": entry.take("split")}
+    keys = entry.take_name_and_split()
     if component in TORCHTUNE_PAIRS:
         entry.take("_component_")
     usual = STACK_EXCHANGE if component == "stack_exchange_paired" else {}
-    columns = {name: entry.take(f"column_map.{name}") or usual.get(name) for name in PAIRED_COLUMNS}
-    keys |= {PAIRED_COLUMNS[name]: column for name, column in columns.items() if column != name}
+    for name, ours in PAIRED_COLUMNS.items():
+        column = entry.take(f"column_map.{name}") or usual.get(name)
+        if column != name:
+            keys[ours] = column
     source = TORCHTUNE_PAIRS.get(component)
     if component == "stack_exchange_paired" and entry.unread.get("source") in (None, source):
         keys["type"] = "messages"
-        found.add_difference(f"{entry.where}.data_dir", "data/rl", SUBFOLDER)
-    return make_sources([path or source for path in entry.paths("source")], **keys)
+        conversion.add_difference(f"{entry.where}.data_dir", "data/rl", SUBFOLDER)
+    return make_sources([path or source for path in entry.take_paths("source")], **keys)
 
 
 TORCHTUNE_FORMATS = {
@@ -66,40 +74,50 @@ TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
 TORCHTUNE_SOURCES = {"alpaca": "tatsu-lab/alpaca", "alpaca_cleaned": "yahma/alpaca-cleaned"}
 
 
-def read_torchtune_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    def sources(key: str) -> Sources:
-        value = theirs.get(key)
-        if not isinstance(value, dict):
-            entries = list_entries(value, key, source)
-            packed = [entry.take("packed") for entry in entries]
-            if key == "dataset" and any(packed) and not compares_answers(found):
-                found.recipe["packing"] = True  # all of them, says torchtune
-            return read_each("torchtune", entries, read, found)
-        entry = TheirEntry.of(key, value)
-        if key == "dataset":  # these two become keys of the whole recipe
+def _read_torchtune(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+    default = read_section(settings, "dataset").get("train_on_input")
+
+    def read(entry: DataSetEntry) -> Sources:
+        if compares_answers(conversion):
+            return _read_torchtune_preferences(entry, conversion)
+        return _read_torchtune_entry(entry, default, source, conversion)
+
+    train = read_each("torchtune", _list_torchtune("dataset", settings, source, conversion), read, conversion)
+    held_out = read_each("torchtune", _list_torchtune("dataset_val", settings, source, conversion), read, conversion)
+    return train, held_out
+
+
+def _list_torchtune(key: str, settings: ToolFile, source: Path, conversion: Conversion) -> list[DataSetEntry]:
+    """Lists the data sets under `key`, which is one or a list, without what becomes keys of the whole recipe."""
+    value = settings.get(key)
+    if isinstance(value, dict):
+        entry = DataSetEntry.make(key, value)
+        if key == "dataset":
             entry.take("packed")
             entry.take("train_on_input")
-        return read_each("torchtune", [entry], read, found)
-
-    def read(entry: TheirEntry) -> Sources:
-        if compares_answers(found):
-            return read_torchtune_preferences(entry, found)
-        component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
-        given = entry.unread.get("train_on_input", read_section(theirs, "dataset").get("train_on_input"))
-        if component in TRAINED_PROMPTS and given is None:
-            found.recipe["assistant_only_loss"] = False  # the default of these two
-        if component in TORCHTUNE_FORMATS:
-            entry.take("_component_")
-        keys = _torchtune_columns(entry, component)
-        paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.paths("source")]
-        if paths[0] in BUILDERS:
-            raise UserError(f"{source}: {entry.where}: {component} names no source; set it to a file or hub name")
-        return make_sources(paths, name=entry.take("name"), split=entry.take("split"), **keys)
-
-    return sources("dataset"), sources("dataset_val")
+        return [entry]
+    entries = list_entries(value, key, source)
+    packed = [entry.take("packed") for entry in entries]
+    if key == "dataset" and any(packed) and not compares_answers(conversion):
+        conversion.recipe["packing"] = True  # all of them, says torchtune
+    return entries
 
 
-def _torchtune_columns(entry: TheirEntry, component: str) -> dict[str, Any]:
+def _read_torchtune_entry(entry: DataSetEntry, default: Any, source: Path, conversion: Conversion) -> Sources:
+    """Reads an entry of torchtune's. `default`: the first one's train_on_input."""
+    component = _name_component(entry)
+    if component in TRAINED_PROMPTS and entry.unread.get("train_on_input", default) is None:
+        conversion.recipe["assistant_only_loss"] = False  # the default of these two
+    if component in TORCHTUNE_FORMATS:
+        entry.take("_component_")
+    keys = _take_torchtune_columns(entry, component)
+    paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.take_paths("source")]
+    if not paths or paths[0] in BUILDERS:
+        raise UserError(f"{source}: {entry.where}: {component} names no source; set it to a file or hub name")
+    return make_sources(paths, **entry.take_name_and_split(), **keys)
+
+
+def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, Any]:
     entry.flatten("column_map")
     keys = {
         "type": TORCHTUNE_FORMATS.get(component),
@@ -115,8 +133,9 @@ def _torchtune_columns(entry: TheirEntry, component: str) -> dict[str, Any]:
         keys["prompt_column"] = entry.take(f"column_map.{prompt}") or prompt
         keys["completion_column"] = entry.take("column_map.output") or "output"
     elif component == "chat":
-        named = [entry.take(f"column_map.{column}") for column in ("conversations", "messages")]
-        keys["messages_column"] = next(filter(None, named), keys["messages_column"])
+        conversations = entry.take("column_map.conversations")
+        messages = entry.take("column_map.messages")
+        keys["messages_column"] = conversations or messages or keys["messages_column"]
     elif is_usual:
         for key in columns:
             entry.take(key)
@@ -135,139 +154,176 @@ BY_CODE = (
 )
 
 
-def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    def sources(key: str) -> Sources:
-        value = theirs.get(key)
-        return read_each("Automodel", [TheirEntry.of(key, value)], read, found) if isinstance(value, dict) else []
+def _read_automodel(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+    def read(entry: DataSetEntry) -> Sources:
+        return _read_automodel_entry(entry, source, conversion)
 
-    def read(entry: TheirEntry) -> Sources:
-        kind = str(entry.take("_target_")).rsplit(".", 1)[-1]
-        entry.flatten("column_mapping", "tokenizer")
-        path = next((p for p in map(entry.take, ("path_or_dataset_id", "path_or_dataset", "dataset_name")) if p), None)
-        if path is None:
-            raise UserError(
-                f"{source}: {entry.where}: {kind} names no path_or_dataset_id; code that makes rows goes under "
-                "`function: my_data.py:rows`"
-            )
-        split = entry.take("split")
-        keys = {"name": entry.take("name"), "split": None if str(path).endswith((".json", ".jsonl")) else split}
-        limits = [entry.take(key) for key in ("limit_dataset_samples", "num_samples_limit")]
-        question, answer = entry.take("column_mapping.question"), entry.take("column_mapping.answer")
-        if question and answer and not entry.unread.get("column_mapping.context"):
-            keys |= {"type": "messages", "prompt_column": question, "completion_column": answer}
-            if entry.take("answer_only_loss_mask") is False:
-                found.recipe["assistant_only_loss"] = False
-        elif kind in AUTOMODEL_FORMATS:
-            keys["type"] = AUTOMODEL_FORMATS[kind]
-            found.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[keys['type']]}")
-        elif kind != "ChatDataset":
-            found.add_difference(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
-            found.to_do.append(f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above")
-        if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
-            found.remarks.append(f"{entry.where}: under a chat template the header of an answer is trained too there")
-        template = entry.take("chat_template")
-        if template:
-            is_file = str(template).endswith(".jinja") and find_from_root(source, str(template))
-            found.recipe["chat_template"] = str(is_file or template)
-        paths = path if isinstance(path, list) else [path]
-        limit = next((limit for limit in limits if limit), None)
-        return [take_first_rows(read, limit) for read in make_sources(paths, **keys)]
+    def list_one(key: str) -> list[DataSetEntry]:
+        section = settings.get(key)
+        return [DataSetEntry.make(key, section)] if isinstance(section, dict) else []
 
-    return sources("dataset"), sources("validation_dataset")
+    train = read_each("Automodel", list_one("dataset"), read, conversion)
+    return train, read_each("Automodel", list_one("validation_dataset"), read, conversion)
+
+
+def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Conversion) -> Sources:
+    kind = str(entry.take("_target_")).rsplit(".", 1)[-1]
+    entry.flatten("column_mapping", "tokenizer")
+    path = _take_first(entry, "path_or_dataset_id", "path_or_dataset", "dataset_name")
+    if path is None:
+        raise UserError(
+            f"{source}: {entry.where}: {kind} names no path_or_dataset_id; code that makes rows goes under "
+            "`function: my_data.py:rows`"
+        )
+    keys = entry.take_name_and_split()
+    if str(path).endswith((".json", ".jsonl")):
+        keys["split"] = None
+    limits = [entry.take(key) for key in ("limit_dataset_samples", "num_samples_limit")]
+    keys |= _take_automodel_format(entry, kind, path, conversion)
+    if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
+        note = "under a chat template the header of an answer is trained too there"
+        conversion.remarks.append(f"{entry.where}: {note}")
+    template = entry.take("chat_template")
+    if template:
+        is_file = str(template).endswith(".jinja") and find_from_root(source, str(template))
+        conversion.recipe["chat_template"] = str(is_file or template)
+    paths = path if isinstance(path, list) else [path]
+    limit = next(filter(None, limits), None)
+    return [take_first_rows(made, limit) for made in make_sources(paths, **keys)]
+
+
+def _take_first(entry: DataSetEntry, *keys: str) -> Any:
+    """Takes the first key that has a value; the later ones stay unread."""
+    return next(filter(None, map(entry.take, keys)), None)
+
+
+def _take_automodel_format(entry: DataSetEntry, kind: str, path: Any, conversion: Conversion) -> dict[str, Any]:
+    question = entry.take("column_mapping.question")
+    answer = entry.take("column_mapping.answer")
+    if question and answer and not entry.unread.get("column_mapping.context"):
+        if entry.take("answer_only_loss_mask") is False:
+            conversion.recipe["assistant_only_loss"] = False
+        return {"type": "messages", "prompt_column": question, "completion_column": answer}
+    if kind in AUTOMODEL_FORMATS:
+        row_format = AUTOMODEL_FORMATS[kind]
+        conversion.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[row_format]}")
+        return {"type": row_format}
+    if kind != "ChatDataset":
+        conversion.add_difference(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
+        conversion.to_do.append(f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above")
+    return {}
 
 
 # Axolotl's types are called template.form; here the prompt columns of the forms that join texts.
 PAIR_FORMS = {"argilla": "instruction", "icr": "input", "intel": "question", "prompt_pairs": "prompt"}
 RATED_FORMS = {
-    "argilla": "instruction", "intel": "question", "prompt_pairs": "prompt", "ultra": "prompt",
+    "argilla": "instruction",
+    "intel": "question",
+    "prompt_pairs": "prompt",
+    "ultra": "prompt",
     "argilla_chat": "chosen",  # messages, without the answer
-}  # fmt: skip
+}
 ARGILLA = {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}  # of pairs
 MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # whole conversations, which are recognized
 OWN_TEMPLATES = ("chatml", "llama3")
 KNOWN_COLUMNS = ("prompt", "chosen", "rejected", "messages", "completion", "label")
 
 
-def read_axolotl_preferences(entry: TheirEntry, method: str, found: Conversion) -> Sources:
-    """Our entries for one of Axolotl's; a type that is not known stays unread, and is listed."""
+def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conversion) -> Sources:
+    """Reads an entry of Axolotl's; a type that is not known stays unread, and is listed."""
     kind = entry.unread.get("type")
     entry.flatten("type", "message_property_mappings", "roles")
     template, _, form = str(kind or "").partition(".")
-    forms = RATED_FORMS if method == "kto" else PAIR_FORMS
-    keys: dict[str, Any] = {"name": entry.take("name"), "split": entry.take("split")}
+    keys = entry.take_name_and_split()
     if isinstance(kind, dict):
-        fields = {"prompt_column": "prompt", "chosen_column": "chosen", "rejected_column": "rejected"}
-        fields |= {"completion_column": "completion", "label_column": "label"} if method == "kto" else {}
-        keys |= {key: entry.take(f"type.field_{field}") for key, field in fields.items()}
+        columns = PAIRED_COLUMNS | (RATED_COLUMNS if method == "kto" else {})
+        keys |= {ours: entry.take(f"type.field_{name}") for name, ours in columns.items()}
     elif template == "chat_template" and form in (*MESSAGE_FORMS, "argilla"):
         entry.take("type")
         keys["prompt_column"] = entry.take("field_messages")
-    elif form in forms:
+    elif form in (RATED_FORMS if method == "kto" else PAIR_FORMS):
         entry.take("type")
-        keys["prompt_column"] = forms[form]
-        keys |= {"completion_column": "completion"} if method == "kto" else ARGILLA if form == "argilla" else {}
-        keys["type"] = None if form == "argilla_chat" else "messages"
+        keys |= _name_form_columns(form, method)
     elif kind is None or form in MESSAGE_FORMS or (not form and template in OWN_TEMPLATES):
         entry.take("type")
-    keys |= {key: entry.take(f"field_{key[:-7]}") or keys.get(key) for key in ("chosen_column", "rejected_column")}
+    for side in ("chosen", "rejected"):
+        keys[f"{side}_column"] = entry.take(f"field_{side}") or keys.get(f"{side}_column")
     if template in OWN_TEMPLATES and "type" not in entry.unread:
-        found.recipe.setdefault("chat_template", template)
-    return make_sources(entry.paths(), **keys)
+        conversion.recipe.setdefault("chat_template", template)
+    return make_sources(entry.take_paths(), **keys)
 
 
-def take_factory_columns(entry: TheirEntry, is_chat: bool, method: str) -> dict[str, Any]:
-    """The columns of an entry of dataset_info.json. Those that are called as usual need no key."""
+def _name_form_columns(form: str, method: str) -> dict[str, Any]:
+    """Returns the columns of a form that joins texts, for our reader of messages."""
+    if method == "kto":
+        row_format = None if form == "argilla_chat" else "messages"
+        return {"prompt_column": RATED_FORMS[form], "completion_column": "completion", "type": row_format}
+    columns = ARGILLA if form == "argilla" else {}
+    return {"prompt_column": PAIR_FORMS[form], "type": "messages", **columns}
+
+
+def _take_factory_columns(entry: DataSetEntry, is_chat: bool, method: str) -> dict[str, Any]:
+    """Takes the columns of an entry of dataset_info.json. Those that are called as usual need no key."""
     taken = {name: entry.take(f"columns.{name}") for name in ("messages", "prompt", "chosen", "rejected")}
     entry.take("ranking")
     if entry.unread.get("columns.query") == "input":
         entry.take("columns.query")
-    prompt = taken["messages"] or "conversations" if is_chat else taken["prompt"] or "instruction"
+    prompt = (taken["messages"] or "conversations") if is_chat else (taken["prompt"] or "instruction")
     if method == "kto":
-        label, answer = entry.take("columns.kto_tag"), entry.take("columns.response") or "output"
-        keys = {"label_column": None if label in LABEL_COLUMNS else label}
-        if is_chat:
-            return keys | {"messages_column": None if prompt in PROMPTS else prompt}
-        is_usual = (prompt, answer) == ("instruction", "output")
-        return keys if is_usual else keys | {"type": "messages", "prompt_column": prompt, "completion_column": answer}
+        return _take_rated_columns(entry, prompt, is_chat)
     keys = {"prompt_column": None if prompt in PROMPTS else prompt}
     if not is_chat and prompt != "instruction":
-        keys |= {"prompt_column": prompt, "type": "messages"}
-    keys |= {f"{name}_column": taken[name] if taken[name] != name else None for name in ("chosen", "rejected")}
+        keys = {"prompt_column": prompt, "type": "messages"}
+    for side in ("chosen", "rejected"):
+        keys[f"{side}_column"] = taken[side] if taken[side] != side else None
+    return keys
+
+
+def _take_rated_columns(entry: DataSetEntry, prompt: Any, is_chat: bool) -> dict[str, Any]:
+    label = entry.take("columns.kto_tag")
+    answer = entry.take("columns.response") or "output"
+    keys = {"label_column": None if label in LABEL_COLUMNS else label}
+    if is_chat:
+        keys["messages_column"] = None if prompt in PROMPTS else prompt
+    elif prompt != "instruction" or answer != "output":
+        keys |= {"type": "messages", "prompt_column": prompt, "completion_column": answer}
     return keys
 
 
 FORMATS = {
-    "alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text", "pretrain": "text",
+    "alpaca": "alpaca",
+    "sharegpt": "sharegpt",
+    "chat_template": None,
+    "completion": "text",
+    "pretrain": "text",
     "openai": "messages",
-}  # fmt: skip
+}
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
+ALPACA_PROMPT = (
+    "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is read by a chat template"
+)
+ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
 PROMPT_ALONE = (
     "has no effect on this entry: of a prompt with its completion the completion alone is trained on; "
     "type: messages makes a conversation of the two"
 )
 
 
-def add_sources(tool: Tool, theirs: Mapping[str, Any], source: Path, found: Conversion) -> None:
-    """`datasets` and `eval_datasets` of the recipe. Raises `UserError` where theirs are no data sets."""
-    readers = {
-        "TRL": _trl_data,
-        "Axolotl": _axolotl_data,
-        "LLaMA-Factory": _factory_data,
-        "torchtune": read_torchtune_data,
-        "Automodel": read_automodel_data,
-    }
-    train, held_out = readers[tool](theirs, source, found)
+def add_sources(tool: Tool, settings: ToolFile, source: Path, conversion: Conversion) -> None:
+    """Adds `datasets` and `eval_datasets` to the recipe. Raises `UserError` where a file lists something else."""
+    recipe = conversion.recipe
+    train, held_out = READERS[tool](settings, source, conversion)
     if train:
-        found.recipe["datasets"] = train
+        recipe["datasets"] = train
     if held_out:
-        found.recipe["eval_datasets"] = held_out
-        if found.recipe.pop("eval_split_size", None) is not None:
-            found.remarks.append("eval_split_size is dropped: the file also names a held-out data set")
-    if found.recipe.get("assistant_only_loss") is False:
+        recipe["eval_datasets"] = held_out
+        if recipe.pop("eval_split_size", None) is not None:
+            conversion.remarks.append("eval_split_size is dropped: the file also names a held-out data set")
+    if recipe.get("assistant_only_loss") is False:
         masked = [i for i, entry in enumerate(train) if _is_prompt_alone(entry)]
-        found.remarks += [f"datasets[{i}]: assistant_only_loss: false {PROMPT_ALONE}" for i in masked]
+        conversion.remarks += [f"datasets[{i}]: assistant_only_loss: false {PROMPT_ALONE}" for i in masked]
         if masked and len(masked) == len(train):
-            del found.recipe["assistant_only_loss"]
+            del recipe["assistant_only_loss"]
 
 
 def _is_prompt_alone(entry: Mapping[str, Any]) -> bool:
@@ -275,143 +331,190 @@ def _is_prompt_alone(entry: Mapping[str, Any]) -> bool:
     return "prompt_column" in entry if "type" not in entry else entry["type"] == "prompt_completion"
 
 
-def _trl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    text = theirs.get("dataset_text_field")
-    by_name = {
-        "path": theirs.get("dataset_name"),
-        "name": theirs.get("dataset_config"),
-        "split": theirs.get("dataset_train_split"),
-        "text_column": text if text != "text" else None,
-    }
-    entries = list_entries(theirs.get("datasets"), "datasets", source) or read_mixture(theirs, source, found)
-    mixed, held_out_of_it = read_mixer(theirs, found)
+def _read_trl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+    entries = list_entries(settings.get("datasets"), "datasets", source) or read_mixture(settings, source, conversion)
+    mixed, held_out_of_mixed = read_mixer(settings, conversion)
     if mixed:
-        return mixed, held_out_of_it
-    if entries and by_name["path"]:
-        found.remarks.append(f"dataset_name: {shorten(by_name['path'])} is dropped: datasets is given too")
-
-    def read(entry: TheirEntry) -> Sources:
-        columns = entry.unread.get("columns")  # that alignment-handbook selects
-        if compares_answers(found) and isinstance(columns, list) and set(columns) <= set(KNOWN_COLUMNS):
-            entry.take("columns")
-        keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}  # ours are welcome too
-        return make_sources(entry.paths(), **keys)
-
-    train = [s for s in read_each("TRL", entries or [TheirEntry.of("dataset", by_name)], read, found) if "path" in s]
-    held_out = read_each("TRL", list_entries(theirs.get("eval_datasets"), "eval_datasets", source), read, found)
-    wants_held_out = str(theirs.get("eval_strategy", theirs.get("evaluation_strategy", "no"))) != "no"
-    if wants_held_out and not held_out and "eval_split_size" not in found.recipe:
-        held_out = [entry | {"split": theirs.get("dataset_test_split", "test")} for entry in train[:1]]
+        return mixed, held_out_of_mixed
+    name = settings.get("dataset_name")
+    if entries and name:
+        conversion.remarks.append(f"dataset_name: {shorten(name)} is dropped: datasets is given too")
+    entries = entries or [_make_trl_entry(settings)]
+    train = read_each("TRL", entries, lambda entry: _read_trl_entry(entry, conversion), conversion)
+    train = [made for made in train if "path" in made]
+    others = list_entries(settings.get("eval_datasets"), "eval_datasets", source)
+    held_out = read_each("TRL", others, lambda entry: _read_trl_entry(entry, conversion), conversion)
+    strategy = settings.get("eval_strategy", settings.get("evaluation_strategy", "no"))
+    if str(strategy) != "no" and not held_out and "eval_split_size" not in conversion.recipe:
+        held_out = [made | {"split": settings.get("dataset_test_split", "test")} for made in train[:1]]
     return train, held_out
 
 
-def _axolotl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    def entries(name: str) -> Sources:
-        listed = list_entries(theirs.get(name), name, source)
-        styles.update(str(entry.unread.get("type")) for entry in listed)
-        return read_each("Axolotl", listed, lambda entry: _axolotl_sources(entry, found), found)
+def _make_trl_entry(settings: ToolFile) -> DataSetEntry:
+    text_column = settings.get("dataset_text_field")
+    keys = {
+        "path": settings.get("dataset_name"),
+        "name": settings.get("dataset_config"),
+        "split": settings.get("dataset_train_split"),
+        "text_column": text_column if text_column != "text" else None,
+    }
+    return DataSetEntry.make("dataset", keys)
 
+
+def _read_trl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
+    columns = entry.unread.get("columns")  # that alignment-handbook selects
+    if compares_answers(conversion) and isinstance(columns, list) and set(columns) <= set(KNOWN_COLUMNS):
+        entry.take("columns")
+    keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}  # ours are welcome too
+    return make_sources(entry.take_paths(), **keys)
+
+
+def _read_axolotl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     styles: set[str] = set()
-    train, held_out = [*entries("datasets"), *entries("pretraining_dataset")], entries("test_datasets")
+
+    def read(key: str) -> Sources:
+        entries = list_entries(settings.get(key), key, source)
+        styles.update(str(entry.unread.get("type")) for entry in entries)
+        return read_each("Axolotl", entries, lambda entry: _read_axolotl_entry(entry, conversion), conversion)
+
+    train = read("datasets") + read("pretraining_dataset")
+    held_out = read("test_datasets")
     if styles - {"completion"} == {"alpaca"}:
-        found.recipe["chat_template"] = "alpaca"
+        conversion.recipe["chat_template"] = "alpaca"
     elif "alpaca" in styles:
-        found.add_difference("datasets.type", "alpaca", ALPACA_PROMPT)
+        conversion.add_difference("datasets.type", "alpaca", ALPACA_PROMPT)
     return train, held_out
 
 
-def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
-    if compares_answers(found):
-        return read_axolotl_preferences(entry, found.recipe["method"], found)
+def _read_axolotl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
+    if compares_answers(conversion):
+        return _read_axolotl_preferences(entry, conversion.recipe["method"], conversion)
     entry.flatten("type", "message_property_mappings", "roles")
     kind = entry.unread.get("type")
     name = str(kind).split(".")[0].split(":")[0]
     has_columns = any(key.startswith("type.") for key in entry.unread)  # and a template, all in the type
-    keys = {"name": entry.take("name"), "split": entry.take("split"), "type": FORMATS.get(name)}
+    keys = entry.take_name_and_split() | {"type": FORMATS.get(name)}
     if name in FORMATS:
         entry.take("type")
     if name == "alpaca" and kind != name:
-        found.add_difference(f"{entry.where}.type", kind, ALPACA_STYLE)
+        conversion.add_difference(f"{entry.where}.type", kind, ALPACA_STYLE)
     if keys["type"] == "text":
         keys["text_column"] = entry.take("field") or entry.take("text_column")
-    if has_columns:
-        keys["prompt_column"] = entry.take("type.field_instruction") or "instruction"
-        keys["completion_column"] = entry.take("type.field_output") or "output"
-    elif name == "alpaca" and {"field_instruction", "field_output"} & entry.unread.keys():
-        keys["prompt_column"] = entry.take("field_instruction") or "instruction"
-        keys["completion_column"] = entry.take("field_output") or "output"
-    return make_sources(entry.paths(), messages_column=entry.take("field_messages"), **keys)
+    prefix = "type." if has_columns else ""
+    if has_columns or (name == "alpaca" and {"field_instruction", "field_output"} & entry.unread.keys()):
+        keys["prompt_column"] = entry.take(f"{prefix}field_instruction") or "instruction"
+        keys["completion_column"] = entry.take(f"{prefix}field_output") or "output"
+    return make_sources(entry.take_paths(), messages_column=entry.take("field_messages"), **keys)
 
 
-def _factory_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    listed = Path(str(theirs.get("dataset_dir", "data"))) / "dataset_info.json"
-    info_path = find_from_root(source, listed) or source.parent / listed
-    info = load_json(info_path, "fix it, or name another dataset_dir") if info_path.is_file() else {}
-    method = found.recipe.get("method", "sft")
+@dataclass(frozen=True, slots=True)
+class _FactoryData:
+    """LLaMA-Factory's data sets: names that its dataset_info.json explains."""
 
-    def sources(key: str) -> Sources:
-        wanted = theirs.get(key) or []
-        if not isinstance(wanted, str | list):
+    settings: ToolFile
+    source: Path
+    conversion: Conversion
+    info_path: Path
+    info: Mapping[str, Any]
+
+    def read(self, key: str) -> Sources:
+        """Reads the data sets named under `key`."""
+        names = self.settings.get(key) or []
+        if not isinstance(names, str | list):
             raise UserError(
-                f"{source}: {key}: names are expected, found {shorten(wanted)}; write them with commas between"
+                f"{self.source}: {key}: names are expected, found {shorten(names)}; write them with commas between"
             )
-        names = [str(name).strip() for name in (wanted.split(",") if isinstance(wanted, str) else wanted)]
-        limit = theirs.get("max_samples")
-        return [take_first_rows(read, limit) for name in names if name for read in of_name(name)]
+        sources: Sources = []
+        for name in names.split(",") if isinstance(names, str) else names:
+            if str(name).strip():
+                sources += self._read_name(str(name).strip())
+        return [take_first_rows(made, self.settings.get("max_samples")) for made in sources]
 
-    def of_name(name: str) -> Sources:
-        keys = info.get(name)
+    def _read_name(self, name: str) -> Sources:
+        keys = self.info.get(name)
         if keys is None:
-            found.to_do.append(f"datasets: {name} is not in {info_path}; put its file or hub name as path")
+            self.conversion.to_do.append(
+                f"datasets: {name} is not in {self.info_path}; put its file or hub name as path"
+            )
             return [{"path": name}]
         if not isinstance(keys, dict):
             raise UserError(
-                f"{info_path}: {name}: a mapping is expected, found {shorten(keys)}; name its file_name there"
+                f"{self.info_path}: {name}: a mapping is expected, found {shorten(keys)}; name its file_name there"
             )
-        entry = TheirEntry.of(f"{info_path.name}: {name}", keys)
-        return read_each(
-            "LLaMA-Factory",
-            [entry],
-            lambda entry: add_images(_factory_sources(entry, info_path.parent, method), entry),
-            found,
-        )
+        entry = DataSetEntry.make(f"{self.info_path.name}: {name}", keys)
+        return read_each("LLaMA-Factory", [entry], self._read_entry, self.conversion)
 
-    def add_images(read: Sources, entry: TheirEntry) -> Sources:
-        folder = theirs.get("media_dir")
+    def _read_entry(self, entry: DataSetEntry) -> Sources:
+        conversion = self.conversion
+        method = conversion.recipe.get("method", "sft")
+        sources = _read_factory_entry(entry, self.info_path.parent, method)
         if "columns.images" not in entry.unread:
-            return read
-        if found.images is None and found.recipe.pop("chat_template", None):
-            found.remarks.append(f"{entry.where}: the tokenizer's own template, which writes the images")
-        found.images = found.images or guess_vision_family(str(theirs.get("model_name_or_path")))
-        return [source | {"image_folder": str(folder)} for source in read] if folder else read
+            return sources
+        if conversion.images is None and conversion.recipe.pop("chat_template", None):
+            conversion.remarks.append(f"{entry.where}: the tokenizer's own template, which writes the images")
+        model = str(self.settings.get("model_name_or_path"))
+        conversion.images = conversion.images or guess_vision_family(model)
+        folder = self.settings.get("media_dir")
+        return [made | {"image_folder": str(folder)} for made in sources] if folder else sources
 
-    return sources("dataset"), sources("eval_dataset")
+
+def _read_factory(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+    listed = Path(str(settings.get("dataset_dir", "data"))) / "dataset_info.json"
+    path = find_from_root(source, listed) or source.parent / listed
+    info = load_json(path, "fix it, or name another dataset_dir") if path.is_file() else {}
+    data = _FactoryData(settings, source, conversion, path, info)
+    return data.read("dataset"), data.read("eval_dataset")
 
 
-def _factory_sources(entry: TheirEntry, folder: Path, method: str) -> Sources:
+def _read_factory_entry(entry: DataSetEntry, folder: Path, method: str) -> Sources:
     entry.flatten("columns", "tags")
-    columns = {key.removeprefix("columns."): value for key, value in entry.unread.items() if key.startswith("columns.")}
     is_chat = entry.unread.get("formatting") == "sharegpt"
     if entry.unread.get("formatting") in ("alpaca", "sharegpt"):
         entry.take("formatting")
-    local, hub = entry.take("file_name"), entry.take("hf_hub_url")
+    file = entry.take("file_name")
+    hub_name = entry.take("hf_hub_url")
     keys = {"name": entry.take("subset"), "split": entry.take("split")}
     if method != "sft":
-        keys |= take_factory_columns(entry, is_chat, method)
+        keys |= _take_factory_columns(entry, is_chat, method)
     elif is_chat:
-        keys["messages_column"] = entry.take("columns.messages")
-        for extra in ("system", "chosen"):
-            if columns.get(extra) == extra:
-                entry.take(f"columns.{extra}")
-                keys["type"] = "sharegpt"  # reads both columns as well as the turns
-    elif ALPACA_COLUMNS.items() <= columns.items() and columns.get("system") in (None, "system"):
-        keys["type"] = "alpaca"
-        for column in (*ALPACA_COLUMNS, "system", *(("history",) if columns.get("history") == "history" else ())):
-            entry.take(f"columns.{column}")
-    elif columns.get("prompt"):
-        answer = next((column for column in ("response", "chosen") if columns.get(column)), None)
-        keys["type"] = "messages" if answer else "text"  # text is what they pretrain on
-        keys["prompt_column" if answer else "text_column"] = entry.take("columns.prompt")
-        keys["completion_column"] = entry.take(f"columns.{answer}")
+        keys |= _take_chat_columns(entry)
+    else:
+        keys |= _take_alpaca_columns(entry)
     keys["max_samples"] = entry.take("num_samples")
-    return make_sources([str(folder / local) if local else hub], **keys)
+    return make_sources([str(folder / file) if file else hub_name], **keys)
+
+
+def _take_chat_columns(entry: DataSetEntry) -> dict[str, Any]:
+    keys = {"messages_column": entry.take("columns.messages")}
+    for column in ("system", "chosen"):
+        if entry.unread.get(f"columns.{column}") == column:
+            entry.take(f"columns.{column}")
+            keys["type"] = "sharegpt"  # reads both columns as well as the turns
+    return keys
+
+
+def _take_alpaca_columns(entry: DataSetEntry) -> dict[str, Any]:
+    """Takes the columns of texts: those that type alpaca reads, else a prompt and an answer, else a text."""
+    columns = {name: entry.unread.get(f"columns.{name}") for name in (*ALPACA_COLUMNS, "system", "history", "chosen")}
+    if ALPACA_COLUMNS.items() <= columns.items() and columns["system"] in (None, "system"):
+        for name in (*ALPACA_COLUMNS, "system"):
+            entry.take(f"columns.{name}")
+        if columns["history"] == "history":
+            entry.take("columns.history")
+        return {"type": "alpaca"}
+    if not columns["prompt"]:
+        return {}
+    prompt = entry.take("columns.prompt")
+    answer = next((name for name in ("response", "chosen") if columns[name]), None)
+    if answer is None:
+        return {"type": "text", "text_column": prompt}  # what they pretrain on
+    return {"type": "messages", "prompt_column": prompt, "completion_column": entry.take(f"columns.{answer}")}
+
+
+READERS: Mapping[Tool, Callable[[ToolFile, Path, Conversion], tuple[Sources, Sources]]] = {
+    "TRL": _read_trl,
+    "Axolotl": _read_axolotl,
+    "LLaMA-Factory": _read_factory,
+    "torchtune": _read_torchtune,
+    "Automodel": _read_automodel,
+}

@@ -7,62 +7,107 @@ from typing import Any
 
 from finetune.config.facts import find_linear_layers, has_fused_experts
 from finetune.config.families import IMAGE_FAMILIES, find_family
-from finetune.config.other_tools import ADAPTED_HEAD, TOKEN_NAMES, Counterpart, Tool, find_texts
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
+from finetune.convert.counterparts import Counterpart, Tool, ToolFile
+from finetune.convert.hints import find_texts
 from finetune.convert.rules import Conversion, convert_names, read_section
-from finetune.convert.their_values import shorten
 from finetune.files.json_files import read_json_object
 
-Found = tuple[str, str, bool]  # what was found in a file, the capability that it asks for, whether the file trains
+Unsupported = tuple[str, str, bool]  # evidence in a file, the capability that it asks for, whether the file trains
 
 # Names of models -> model_type, the first that fits.
 FAMILIES = (
     (r"nemotron-(super-49b|ultra-253b|nas)", None),  # whose code is not transformers'
     (r"distill.*llama|llama-?3\S*nemotron", "llama"),
     (r"distill.*qwen|openthinker|qwq", "qwen2"),
-    (r"mixtral|8x\d+b", "mixtral"), (r"nemotron-(h|3|nano|ultra|super)|nano-30b", "nemotron_h"),
+    (r"mixtral|8x\d+b", "mixtral"),
+    (r"nemotron-(h|3|nano|ultra|super)|nano-30b", "nemotron_h"),
     (r"nemotron|minitron", "nemotron"),
-    (r"redpajama|pythia|neox|dolly", "gpt_neox"), (r"gpt-?j", "gptj"), (r"cerebras-gpt|gpt-?2", "gpt2"),
+    (r"redpajama|pythia|neox|dolly", "gpt_neox"),
+    (r"gpt-?j", "gptj"),
+    (r"cerebras-gpt|gpt-?2", "gpt2"),
     (r"gpt-?oss", "gpt_oss"),
-    (r"falcon-?h1", "falcon_h1"), (r"falcon-?(7b|40b|rw)", "falcon"), (r"falcon-?mamba", "falcon_mamba"),
+    (r"falcon-?h1", "falcon_h1"),
+    (r"falcon-?(7b|40b|rw)", "falcon"),
+    (r"falcon-?mamba", "falcon_mamba"),
     (r"falcon-?(3|e)", "llama"),
-    (r"\bmpt", "mpt"), (r"bloom", "bloom"), (r"stablelm|stable-?code", "stablelm"), (r"codegen", "codegen"),
+    (r"\bmpt", "mpt"),
+    (r"bloom", "bloom"),
+    (r"stablelm|stable-?code", "stablelm"),
+    (r"codegen", "codegen"),
     (r"rwkv", "rwkv"),
-    (r"starcoder-?2|starchat-?2", "starcoder2"), (r"starcoder|santacoder", "gpt_bigcode"),
-    (r"phi-?(3|4)", "phi3"), (r"phi-?[12]", "phi"), (r"smollm-?3(?!\d)", "smollm3"), (r"apertus", "apertus"),
-    (r"qwen-?3(\.\d|[-_.]?(5|next))", "qwen3_5_text"), (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
+    (r"starcoder-?2|starchat-?2", "starcoder2"),
+    (r"starcoder|santacoder", "gpt_bigcode"),
+    (r"phi-?(3|4)", "phi3"),
+    (r"phi-?[12]", "phi"),
+    (r"smollm-?3(?!\d)", "smollm3"),
+    (r"apertus", "apertus"),
+    (r"qwen-?3(\.\d|[-_.]?(5|next))", "qwen3_5_text"),
+    (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
     (r"qwen-?3", "qwen3"),
-    (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"), (r"qwen", "qwen2"),
-    (r"gemma-?4.*a\d+b", None), (r"gemma-?4", "gemma4_text"), (r"gemma-?3", "gemma3_text"),
-    (r"gemma-?2-|gemma2", "gemma2"), (r"gemma", "gemma"),
-    (r"deepseek-?(coder-)?v2", "deepseek_v2"), (r"deepseek-?v3\.2", "deepseek_v32"),
-    (r"deepseek-?(v3|r1)|moonlight|kimi-k2", "deepseek_v3"), (r"minimax-?m2", "minimax_m2"),
-    (r"minimax-?(m1|text)", "minimax"), (r"mimo-v2-flash", "mimo_v2_flash"),
-    (r"llama-?4|scout|maverick", "llama4_text"), (r"glm-?5", "glm_moe_dsa"),
-    (r"granite-?4", "granitemoehybrid"), (r"bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"),
+    (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"),
+    (r"qwen", "qwen2"),
+    (r"gemma-?4.*a\d+b", None),
+    (r"gemma-?4", "gemma4_text"),
+    (r"gemma-?3", "gemma3_text"),
+    (r"gemma-?2-|gemma2", "gemma2"),
+    (r"gemma", "gemma"),
+    (r"deepseek-?(coder-)?v2", "deepseek_v2"),
+    (r"deepseek-?v3\.2", "deepseek_v32"),
+    (r"deepseek-?(v3|r1)|moonlight|kimi-k2", "deepseek_v3"),
+    (r"minimax-?m2", "minimax_m2"),
+    (r"minimax-?(m1|text)", "minimax"),
+    (r"mimo-v2-flash", "mimo_v2_flash"),
+    (r"llama-?4|scout|maverick", "llama4_text"),
+    (r"glm-?5", "glm_moe_dsa"),
+    (r"granite-?4", "granitemoehybrid"),
+    (r"bamba", "bamba"),
+    (r"granite.*moe|granite.*a\d+m", "granitemoe"),
     (r"granite", "granite"),
-    (r"olmoe", "olmoe"), (r"olmo-?3", "olmo3"), (r"olmo-?2", "olmo2"), (r"olmo", "olmo"),
-    (r"glm-?4\.(1v|6v-flash)", "glm4v_text"), (r"glm-?4\.7-flash", "glm4_moe_lite"), (r"glm-?4\.(5|6|7)", "glm4_moe"),
-    (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"), (r"glm-?4", "glm"),
-    (r"lfm2.*a\d+b", "lfm2_moe"), (r"lfm2", "lfm2"), (r"dbrx", "dbrx"), (r"jamba", "jamba"), (r"mamba", "mamba2"),
-    (r"command-?r7b|command-?a", "cohere2"), (r"command|cohere|aya", "cohere"),
+    (r"olmoe", "olmoe"),
+    (r"olmo-?3", "olmo3"),
+    (r"olmo-?2", "olmo2"),
+    (r"olmo", "olmo"),
+    (r"glm-?4\.(1v|6v-flash)", "glm4v_text"),
+    (r"glm-?4\.7-flash", "glm4_moe_lite"),
+    (r"glm-?4\.(5|6|7)", "glm4_moe"),
+    (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"),
+    (r"glm-?4", "glm"),
+    (r"lfm2.*a\d+b", "lfm2_moe"),
+    (r"lfm2", "lfm2"),
+    (r"dbrx", "dbrx"),
+    (r"jamba", "jamba"),
+    (r"mamba", "mamba2"),
+    (r"command-?r7b|command-?a", "cohere2"),
+    (r"command|cohere|aya", "cohere"),
     (r"seed-?oss", "seed_oss"),
     (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
     (r"ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
-    (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
-)  # fmt: skip
+    (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"),
+    (r"llama", "llama"),
+)
 # Of vision-language models, the model_type of the whole.
 VISION_FAMILIES = (
-    (r"qwen-?3[-_]?vl.*a\d+b", "qwen3_vl_moe"), (r"qwen-?3[-_]?vl", "qwen3_vl"), (r"qwen-?2\.5[-_]?vl", "qwen2_5_vl"),
-    (r"qwen-?2[-_]?vl", "qwen2_vl"), (r"qwen-?3\.\d.*a\d+b", "qwen3_5_moe"), (r"qwen-?3\.\d", "qwen3_5"),
+    (r"qwen-?3[-_]?vl.*a\d+b", "qwen3_vl_moe"),
+    (r"qwen-?3[-_]?vl", "qwen3_vl"),
+    (r"qwen-?2\.5[-_]?vl", "qwen2_5_vl"),
+    (r"qwen-?2[-_]?vl", "qwen2_vl"),
+    (r"qwen-?3\.\d.*a\d+b", "qwen3_5_moe"),
+    (r"qwen-?3\.\d", "qwen3_5"),
     (r"internvl", "internvl"),
-    (r"gemma-?3n", "gemma3n"), (r"gemma-?3-(4|12|27)b", "gemma3"), (r"gemma-?4", "gemma4"), (r"glm-4\.6v", "glm46v"),
+    (r"gemma-?3n", "gemma3n"),
+    (r"gemma-?3-(4|12|27)b", "gemma3"),
+    (r"gemma-?4", "gemma4"),
+    (r"glm-4\.6v", "glm46v"),
     (r"glm-4\.\dv", "glm4v"),
-    (r"smolvlm", "smolvlm"), (r"llama-?3\.2.*vision", "mllama"), (r"llama-?4", "llama4"), (r"pixtral|llava", "llava"),
+    (r"smolvlm", "smolvlm"),
+    (r"llama-?3\.2.*vision", "mllama"),
+    (r"llama-?4", "llama4"),
+    (r"pixtral|llava", "llava"),
     (r"mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|mistral-medium-3\.5", "mistral3"),
     (r"moss-vl", "moss_vl"),
-)  # fmt: skip
+)
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|gemma-?3n|internvl|kimi-vl|glm-4\.\dv|minicpm-[vo]"
@@ -81,25 +126,35 @@ MIXTURE = re.compile(
 HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
 # Of FP8 and MXFP4 their config says whether they are read.
 QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|[-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized")
+REFUSED_NAMES = {
+    AUDIO_MODEL: "audio",
+    MULTIMODAL_MODEL: "multimodal",
+    MOE_MODEL: MOE_CAUSE,
+    HYBRID_MODEL: "hybrid or linear attention",
+    QUANTIZED_MODEL: "quantized weights",
+}
 BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
 
 
 IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("processor_type", "is_multimodal"),
-    "LLaMA-Factory": ("image_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector",
-    "freeze_language_model"),
-}  # fmt: skip
+    "LLaMA-Factory": (
+        "image_max_pixels",
+        "freeze_vision_tower",
+        "freeze_multi_modal_projector",
+        "freeze_language_model",
+    ),
+}
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
 BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")  # Automodel's own classes with an auxiliary loss
+AUTOMODEL_ADAPTERS = "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
 AUXILIARY = "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds it here"
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
-MOE_KEYS = (
-    "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
-)  # fmt: skip
+MOE_KEYS = ("llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe")
 
 
 def guess_family(name: str) -> str | None:
-    """The model_type that a model's name says; None where it says none.
+    """Returns the model_type that a model's name says; None where it says none.
 
     >>> guess_family("mistralai/Mixtral-8x7B-v0.1"), guess_family("org/ours")
     ('mixtral', None)
@@ -109,7 +164,7 @@ def guess_family(name: str) -> str | None:
 
 
 def guess_vision_family(name: str) -> str | None:
-    """The model_type of the whole model that a name says, of a model of text alone its own; None where it says none.
+    """Returns the model_type of a model with its tower, by its name; None where it says none.
 
     >>> guess_vision_family("Qwen/Qwen2-VL-7B-Instruct"), guess_vision_family("meta-llama/Llama-3.1-8B")
     ('qwen2_vl', 'llama')
@@ -128,103 +183,138 @@ def is_mixture(name: str) -> bool:
     return any(pattern.search(name.lower()) for pattern in (MIXTURE, MOE_MODEL))
 
 
-def name_model(theirs: Mapping[str, Any]) -> str:
-    """The model of a file, by whatever key the tool has for it."""
+def name_model(settings: ToolFile) -> str:
+    """Returns the model of a file, by whatever key the tool has for it."""
     return str(
-        theirs.get("base_model")
-        or theirs.get("model_name_or_path")
-        or read_section(theirs, "model").get("pretrained_model_name_or_path")
-        or read_section(theirs, "checkpointer").get("checkpoint_dir")
+        settings.get("base_model")
+        or settings.get("model_name_or_path")
+        or read_section(settings, "model").get("pretrained_model_name_or_path")
+        or read_section(settings, "checkpointer").get("checkpoint_dir")
         or ""
     )
 
 
-def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
-    """The reasons for which a file's model is not trained here, by its name and the keys that go with it."""
+def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields why a file's model is not trained here, by its name and the keys that go with it."""
     for key in MOE_KEYS:
-        value = theirs.get(key)
+        value = settings.get(key)
         if value not in (None, False, 1, ""):
             yield f"{key}: {value}", MOE_CAUSE, True
-    name = name_model(theirs)
+    name = name_model(settings)
     lower = name.lower()
     if (Path(name).expanduser() / CONFIG_FILE).is_file():
         return  # by which the rules of a run judge it
-    asks = any(theirs.get(key) for key in FEW_BITS) and not has_fused_experts(guess_family(name) or "")
+    asks = any(settings.get(key) for key in FEW_BITS) and not has_fused_experts(guess_family(name) or "")
     if is_mixture(name) and (asks or QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)):
         yield f"{name} in few bits", "quantized experts", True
-    for pattern, cause in (
-        (AUDIO_MODEL, "audio"),
-        (MULTIMODAL_MODEL, "multimodal"),
-        (MOE_MODEL, MOE_CAUSE),
-        (HYBRID_MODEL, "hybrid or linear attention"),
-        (QUANTIZED_MODEL, "quantized weights"),
-    ):
+    for pattern, cause in REFUSED_NAMES.items():
         takes_images = pattern in (MULTIMODAL_MODEL, HYBRID_MODEL) and guess_vision_family(lower) in IMAGE_FAMILIES
         if pattern.search(lower) and not takes_images:
             yield name, cause, True
 
 
-def report_classes(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """What Automodel's own classes of models do otherwise, and the layers to which its file gives no adapters."""
-    if found.tool != "Automodel":
+def report_classes(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what Automodel's own classes of models do otherwise, and the layers that get no adapters there."""
+    if conversion.tool != "Automodel":
         return
-    name, peft = name_model(theirs), read_section(theirs, "peft")
-    if BALANCED.search(name.lower()) and not read_section(theirs, "model").get("force_hf"):
-        found.add_difference("model", name, AUXILIARY)
-    if not peft:
-        return
-    found.remarks.append("peft: adapters have the base's dtype and another start there, fp32 and peft's start here")
-    excluded, targets = convert_names(peft.get("exclude_modules")) or [], peft.get("target_modules")
-    unadaptable = find_family(guess_family(name) or "").unadaptable
-    left = [each for each in excluded if not NOT_OF_TEXT.search(each) and each.split(".")[-1] not in unadaptable]
-    if left:
-        found.add_difference("peft.exclude_modules", left, "they get adapters here", "LoRA without some layers")
+    name = name_model(settings)
+    peft = read_section(settings, "peft")
+    if BALANCED.search(name.lower()) and not read_section(settings, "model").get("force_hf"):
+        conversion.add_difference("model", name, AUXILIARY)
+    if peft:
+        conversion.remarks.append(AUTOMODEL_ADAPTERS)
+        _adapt_automodel_targets(guess_family(name) or "", peft, conversion)
+
+
+def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: Conversion) -> None:
+    excluded = convert_names(peft.get("exclude_modules")) or []
+    targets = peft.get("target_modules")
+    unadaptable = find_family(family).unadaptable
+    left_out = [name for name in excluded if not NOT_OF_TEXT.search(name) and name.split(".")[-1] not in unadaptable]
+    if left_out:
+        note = "they get adapters here"
+        conversion.add_difference("peft.exclude_modules", left_out, note, "LoRA without some layers")
     is_all = peft.get("match_all_linear") or targets in (["*"], "*") or excluded
-    if is_all and not any("head" in each for each in excluded):
+    if is_all and not any("head" in name for name in excluded):
         key = next(key for key in ("match_all_linear", "target_modules", "exclude_modules") if peft.get(key))
-        found.add_difference(f"peft.{key}", peft[key], "the head gets an adapter too there", ADAPTED_HEAD)
-    layers = find_linear_layers(guess_family(name) or "")
+        conversion.add_difference(f"peft.{key}", peft[key], "the head gets an adapter too there", "LoRA on the head")
+    layers = find_linear_layers(family)
+    projections = sorted(layer for layer in layers if layer.endswith("_proj"))
     if is_all:
-        found.recipe["lora_target_modules"] = "all-linear"
+        conversion.recipe["lora_target_modules"] = "all-linear"
     elif not targets or "*_proj" in str(targets):  # the default, too
-        projections = sorted(layer for layer in layers if layer.endswith("_proj"))
-        found.recipe["lora_target_modules"] = projections if len(projections) < len(layers) else "all-linear"
+        conversion.recipe["lora_target_modules"] = projections if len(projections) < len(layers) else "all-linear"
 
 
-def find_images(tool: Tool, theirs: Mapping[str, Any]) -> tuple[str, str | None]:
-    """(the key by which a file trains on images, the model_type of its whole model); none if it trains on text."""
-    keys = [key for key in IMAGE_KEYS.get(tool, ()) if theirs.get(key) is not None]
-    template, components = str(theirs.get("template")), " ".join(find_texts(theirs, "_component_"))
-    if tool == "LLaMA-Factory" and (re.search("_vl$|_vl_", template) or "mllm" in str(theirs.get("dataset"))):
-        keys.append("template")
+def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
+    """Finds (the key by which a file trains on images, the model_type with the tower); none if it trains on text."""
+    components = " ".join(find_texts(settings, "_component_"))
     if tool == "torchtune" and re.search("vision|multimodal|clip", components):
         return "model", "mllama"  # its only family
-    target = f"{theirs.get('recipe')} {read_section(theirs, 'model').get('_target_')}"
-    if tool == "Automodel" and re.search("ForVLM|ImageText", target):
-        keys.append("model")
-    if not keys:
+    key = _find_image_key(tool, settings)
+    if key is None:
         return "", None
-    name = name_model(theirs)
+    name = name_model(settings)
     config = read_json_object(Path(name).expanduser() / "config.json")
-    return keys[0], str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
+    return key, str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
+
+
+def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
+    for key in IMAGE_KEYS.get(tool, ()):
+        if settings.get(key) is not None:
+            return key
+    is_template_of_images = re.search("_vl$|_vl_", str(settings.get("template")))
+    if tool == "LLaMA-Factory" and (is_template_of_images or "mllm" in str(settings.get("dataset"))):
+        return "template"
+    target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
+    return "model" if tool == "Automodel" and re.search("ForVLM|ImageText", target) else None
 
 
 # Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write other turns.
 TEMPLATES = {
-    "llama3": "llama3", "llama-3": "llama3", "llama4": "llama4", "chatml": "chatml", "yi": "chatml", "smollm": "chatml",
-    "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml",
-    "qwen3_5_nothink": "chatml", "qwen3_5": "qwen3.5", "qwen3_6": "qwen3.6",
-    "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "gemma3n": "gemma", "mistral": "mistral",
-    "mistral_v1": "mistral-v1", "mistral_v2v3": "mistral-v3", "mistral_v3_tekken": "mistral-v3-tekken",
-    "mistral_v7_tekken": "mistral-v7-tekken", "mistral_small": "mistral-v7-tekken", "phi_3": "phi3", "phi_35": "phi3",
-    "phi": "phi3", "phi4": "phi4", "phi_4": "phi4", "deepseek3": "deepseek-v3", "deepseek_v2": "deepseek-v3",
-    "deepseek_v3": "deepseek-v3", "cohere": "command-r", "aya": "command-r", "granite3": "granite", "llama2": "inst",
-    "falcon_h1": "hermes", "nemotron_h": "chatml", "gemma4": "gemma4", "gemma4_unified": "gemma4",
-}  # fmt: skip
-FIRST_TOKEN, OWN_SYSTEM = (
-    "the BOS token begins a conversation there",
-    "a system message of its own there, where a row has none",
-)
+    "llama3": "llama3",
+    "llama-3": "llama3",
+    "llama4": "llama4",
+    "chatml": "chatml",
+    "yi": "chatml",
+    "smollm": "chatml",
+    "qwen": "qwen",
+    "qwen_25": "qwen",
+    "qwen2_5": "qwen",
+    "qwen3": "qwen3",
+    "qwen3_nothink": "chatml",
+    "qwen3_5_nothink": "chatml",
+    "qwen3_5": "qwen3.5",
+    "qwen3_6": "qwen3.6",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+    "gemma3n": "gemma",
+    "mistral": "mistral",
+    "mistral_v1": "mistral-v1",
+    "mistral_v2v3": "mistral-v3",
+    "mistral_v3_tekken": "mistral-v3-tekken",
+    "mistral_v7_tekken": "mistral-v7-tekken",
+    "mistral_small": "mistral-v7-tekken",
+    "phi_3": "phi3",
+    "phi_35": "phi3",
+    "phi": "phi3",
+    "phi4": "phi4",
+    "phi_4": "phi4",
+    "deepseek3": "deepseek-v3",
+    "deepseek_v2": "deepseek-v3",
+    "deepseek_v3": "deepseek-v3",
+    "cohere": "command-r",
+    "aya": "command-r",
+    "granite3": "granite",
+    "llama2": "inst",
+    "falcon_h1": "hermes",
+    "nemotron_h": "chatml",
+    "gemma4": "gemma4",
+    "gemma4_unified": "gemma4",
+}
+FIRST_TOKEN = "the BOS token begins a conversation there"
+OWN_SYSTEM = "a system message of its own there, where a row has none"
 NO_SYSTEM = "system messages are left out there"
 THOUGHT = "an empty thought in every turn there, in the last one here"
 ONE_TEXT = (
@@ -250,75 +340,93 @@ BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "gra
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
-    "llama2_tokenizer": "inst-torchtune", "mistral_tokenizer": "inst-torchtune", "gemma_tokenizer": "joined",
+    "llama2_tokenizer": "inst-torchtune",
+    "mistral_tokenizer": "inst-torchtune",
+    "gemma_tokenizer": "joined",
     "llama3_tokenizer": "llama3",
-    "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml",
-    "phi3_mini_tokenizer": "phi3", "phi4_tokenizer": "phi4",
-}  # fmt: skip
+    "qwen2_tokenizer": "chatml",
+    "qwen2_5_tokenizer": "chatml",
+    "qwen3_tokenizer": "chatml",
+    "phi3_mini_tokenizer": "phi3",
+    "phi4_tokenizer": "phi4",
+}
 # Models whose turns mistral-common writes, by the version of their tokenizers.
 MISTRAL_COMMON = {
-    r"ministral-3-|magistral-small-25(07|09)": "mistral-v13-tekken", r"mistral-small-3\.2": "mistral-v11-tekken",
-    r"mistral-small-(3\.1|24b)": "mistral-v7-tekken", r"ministral-8b|nemo": "mistral-v3-tekken",
-}  # fmt: skip
+    r"ministral-3-|magistral-small-25(07|09)": "mistral-v13-tekken",
+    r"mistral-small-3\.2": "mistral-v11-tekken",
+    r"mistral-small-(3\.1|24b)": "mistral-v7-tekken",
+    r"ministral-8b|nemo": "mistral-v3-tekken",
+}
 OTHER_STYLES = ("alpaca", "metharme")  # Axolotl's names that are of no model
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 
 
-def set_template(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
-    """Names our template for theirs, or says that none is known here."""
+def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
+    """Sets our template for the tool's, or reports that none is known here."""
     name = str(value)
-    if found.images:
-        found.remarks.append(f"{key}: {shorten(value)}   (the tokenizer's own template, which writes the images)")
+    if conversion.images:
+        conversion.add_remark(key, value, "the tokenizer's own template, which writes the images")
         return
-    if name in OWN_TEMPLATE and pair.theirs != "template":  # LLaMA-Factory's default writes `Human:`
+    if name in OWN_TEMPLATE and pair.key != "template":  # LLaMA-Factory's default writes `Human:`
         return
-    if (ours := TEMPLATES.get(name.lower())) is not None:
-        found.recipe["chat_template"] = ours
-        compare_turns(key, name, found)
-    elif found.tool == "Axolotl" and name not in OTHER_STYLES:
-        note = "the tokenizer's own template is used; name a file for another"
-        found.remarks.append(f"{key}: {shorten(value)}   ({note})")
+    ours = TEMPLATES.get(name.lower())
+    if ours is not None:
+        conversion.recipe["chat_template"] = ours
+        compare_turns(key, name, conversion)
+    elif conversion.tool == "Axolotl" and name not in OTHER_STYLES:
+        conversion.add_remark(key, value, "the tokenizer's own template is used; name a file for another")
     else:
-        found.add_difference(key, value, "its turns are not known here; name a file for chat_template")
+        conversion.add_difference(key, value, "its turns are not known here; name a file for chat_template")
 
 
-def add_tokenizers_turns(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """The chat format, which torchtune's tokenizers and mistral-common have built in whatever the model's files say."""
-    if theirs.get("tokenizer_use_mistral_common") and not found.images:
-        model = str(theirs.get("base_model")).lower()
-        named = next((name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None)
-        if named is None:
-            found.add_difference("tokenizer_use_mistral_common", True, "the tokenizer's own template is used")
-        else:
-            found.recipe["chat_template"] = named
-    tokenizer, data = read_section(theirs, "tokenizer"), str(read_section(theirs, "dataset").get("_component_"))
-    name = TOKENIZERS.get(str(tokenizer.get("_component_")).rsplit(".", 1)[-1])
+def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds the chat format that torchtune's tokenizers and mistral-common have built in, whatever the files say."""
+    if settings.get("tokenizer_use_mistral_common") and not conversion.images:
+        _add_mistral_turns(str(settings.get("base_model")).lower(), conversion)
+    tokenizer = read_section(settings, "tokenizer")
+    component = str(tokenizer.get("_component_"))
+    name = TOKENIZERS.get(component.rsplit(".", 1)[-1])
+    data = str(read_section(settings, "dataset").get("_component_"))
     if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):
         return
-    found.recipe["chat_template"] = name
-    compare_turns("tokenizer._component_", str(tokenizer["_component_"]), found)
-    if name in ("llama3", "chatml", "phi3", "phi4") and found.recipe.get("assistant_only_loss") is not False:
-        found.remarks.append("chat_template: the header of an answer is trained too there, about three tokens")
+    conversion.recipe["chat_template"] = name
+    compare_turns("tokenizer._component_", component, conversion)
+    if name in ("llama3", "chatml", "phi3", "phi4") and conversion.recipe.get("assistant_only_loss") is not False:
+        conversion.remarks.append("chat_template: the header of an answer is trained too there, about three tokens")
 
 
-def compare_turns(key: str, value: str, found: Conversion) -> None:
+def _add_mistral_turns(model: str, conversion: Conversion) -> None:
+    name = next((name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None)
+    if name is None:
+        note = "the tokenizer's own template is used"
+        conversion.add_difference("tokenizer_use_mistral_common", True, note)
+    else:
+        conversion.recipe["chat_template"] = name
+
+
+def compare_turns(key: str, value: str, conversion: Conversion) -> None:
     """Reports where their template of that name and ours differ: in the text, or in the tokens that are trained."""
-    if note := OTHER_TURNS.get((found.tool, value.rsplit(".", 1)[-1])):
-        found.add_difference(key, value, note)
-    name = found.recipe["chat_template"]
-    if found.tool == "LLaMA-Factory" and name in BREAKS:
-        found.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")
-    if found.tool == "LLaMA-Factory" and name in TRIMMED:
-        found.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
+    note = OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1]))
+    if note is not None:
+        conversion.add_difference(key, value, note)
+    name = conversion.recipe["chat_template"]
+    if conversion.tool == "LLaMA-Factory" and name in BREAKS:
+        conversion.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")
+    if conversion.tool == "LLaMA-Factory" and name in TRIMMED:
+        conversion.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
 
 
-WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
+ALL_OF_TEXT = r"language_model(\.model)?(\.\*|\.\.\*)?$"
 # Decoder layers of models whose last ones a file may name, by the models' names.
 LAYERS = {
-    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32, r"llama-?2-13b": 40, r"llama-?3\S*70b|llama-?2-70b": 80,
-    r"llama-?3\.2-1b": 16, r"llama-?3\.2-3b": 28, r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
+    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32,
+    r"llama-?2-13b": 40,
+    r"llama-?3\S*70b|llama-?2-70b": 80,
+    r"llama-?3\.2-1b": 16,
+    r"llama-?3\.2-3b": 28,
+    r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
     r"qwen3-(4|8)b": 36,
-}  # fmt: skip
+}
 TRAINED_TOWER = (
     "the vision tower and the projector are trained too there, frozen here; trainable_modules: [visual] trains them "
     "alone"
@@ -327,84 +435,112 @@ IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
 )
 CHATML = "<|im_end|>"
+# Keys of added tokens, by tool, beside those in special_tokens.
+ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "Axolotl": ("tokens",),
+    "LLaMA-Factory": ("add_tokens", "add_special_tokens"),
+}
+TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def adapt_model(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """Adds to `found` what several keys together say of the model: its tokens, what is frozen of it, and its images."""
-    _adapt_tokens(theirs, found)
-    _adapt_frozen(theirs, found)
-    _adapt_images(theirs, found)
+def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds what several keys together say of the model: its tokens, what is frozen of it, and its images."""
+    _adapt_tokens(settings, conversion)
+    _adapt_frozen(settings, conversion)
+    _adapt_images(settings, conversion)
 
 
-def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """Tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without adapters."""
-    section = read_section(theirs, "special_tokens")
+def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without adapters."""
+    recipe = conversion.recipe
+    section = read_section(settings, "special_tokens")
     special = {name: section.get(name) for name in TOKEN_NAMES}
-    special |= {"eos_token": theirs["eos_token"]} if found.tool == "TRL" and "eos_token" in theirs else {}
-    if found.recipe.get("use_peft") or theirs.get("adapter") or theirs.get("finetuning_type") == "lora":
-        found.ignored += ["special_tokens.pad_token"] if special.pop("pad_token") else []  # padding is not trained on
-    if named := {name: str(token) for name, token in special.items() if token}:
-        found.recipe["special_tokens"] = named
-    keys = {"Axolotl": ("tokens",), "LLaMA-Factory": ("add_tokens", "add_special_tokens")}.get(found.tool, ())
-    given = [theirs.get(key) for key in keys] + [section.get("additional_special_tokens")]
-    added = [name for value in given if value for name in convert_names(value) or ()]
+    if conversion.tool == "TRL" and "eos_token" in settings:
+        special["eos_token"] = settings["eos_token"]
+    has_adapters = recipe.get("use_peft") or settings.get("adapter") or settings.get("finetuning_type") == "lora"
+    if has_adapters and special.pop("pad_token"):
+        conversion.ignored.append("special_tokens.pad_token")  # padding is not trained on
+    given = {name: str(token) for name, token in special.items() if token}
+    if given:
+        recipe["special_tokens"] = given
+    added: list[str] = []
+    listed = [settings.get(key) for key in ADDED_TOKENS.get(conversion.tool, ())]
+    for names in [*listed, section.get("additional_special_tokens")]:
+        added += convert_names(names or None) or []
     if added:
-        found.recipe["added_tokens"] = list(dict.fromkeys(added))
-    if found.tool == "TRL" and CHATML in str(theirs.get("chat_template")):  # by its setup_chat_format
-        found.recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
-        found.recipe["special_tokens"] = {"eos_token": CHATML} | found.recipe.get("special_tokens", {})
-    if found.tool == "Axolotl" and theirs.get("resize_token_embeddings_to_32x"):
-        found.recipe["pad_vocab_to_multiple_of"] = 32
+        recipe["added_tokens"] = list(dict.fromkeys(added))
+    if conversion.tool == "TRL" and CHATML in str(settings.get("chat_template")):  # by its setup_chat_format
+        recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
+        recipe["special_tokens"] = {"eos_token": CHATML} | recipe.get("special_tokens", {})
+    if conversion.tool == "Axolotl" and settings.get("resize_token_embeddings_to_32x"):
+        recipe["pad_vocab_to_multiple_of"] = 32
 
 
-def _adapt_frozen(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """What is trained of a model in full: LLaMA-Factory's layers by their numbers, and names of a model with images."""
-    patterns = found.recipe.get("trainable_modules")
-    if patterns and (found.recipe.get("use_peft") or any(re.search(WHOLE_TEXT_MODEL, str(name)) for name in patterns)):
-        del found.recipe["trainable_modules"]  # LoRA freezes all there too; else all that is loaded here is named
-        found.remarks.append(
+def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds what is trained of a model in full: layers by their numbers, and names of a model with images."""
+    recipe = conversion.recipe
+    patterns = recipe.get("trainable_modules")
+    if patterns and (recipe.get("use_peft") or any(re.search(ALL_OF_TEXT, str(name)) for name in patterns)):
+        del recipe["trainable_modules"]  # LoRA freezes all there too; else all that is loaded here is named
+        conversion.remarks.append(
             "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it by itself"
         )
-    if theirs.get("finetuning_type") != "freeze" or found.tool != "LLaMA-Factory":
-        return
-    layers = theirs.get("freeze_trainable_layers", 2)
-    modules = convert_names(theirs.get("freeze_trainable_modules", "all")) or []
-    found.recipe["use_peft"] = False
-    if not isinstance(layers, int) or layers > 0:  # the last ones, whose numbers hang on the model
-        name = str(theirs.get("model_name_or_path")).lower()
-        depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
-        if depth is None or not isinstance(layers, int):
-            note = f"trainable_modules: name the last {layers} layers, as in layers.(30|31)"
-            found.to_do.append(f"freeze_trainable_layers: {layers}: {note}")
-            return
-        numbers = range(depth - layers, depth)
+    if settings.get("finetuning_type") == "freeze" and conversion.tool == "LLaMA-Factory":
+        recipe["use_peft"] = False
+        _train_layers(settings, conversion)
+
+
+def _train_layers(settings: ToolFile, conversion: Conversion) -> None:
+    """Names LLaMA-Factory's layers by their numbers: the last ones, or with a number below 0 the first ones."""
+    count = settings.get("freeze_trainable_layers", 2)
+    name = str(settings.get("model_name_or_path")).lower()
+    depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
+    if isinstance(count, int) and count <= 0:
+        numbers = range(-count)
+    elif isinstance(count, int) and depth is not None:
+        numbers = range(depth - count, depth)
     else:
-        numbers = range(-layers)
-    inner = "" if "all" in modules else rf"\.({'|'.join(modules)})"
-    extra = convert_names(theirs.get("freeze_extra_modules")) or []
-    found.recipe["trainable_modules"] = [f"layers.({'|'.join(map(str, numbers))}){inner}", *extra]
-
-
-def _adapt_images(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """What a tool trains of a vision-language model beside the language model, which is trained alone here."""
-    if found.images is None:
+        note = f"trainable_modules: name the last {count} layers, as in layers.(30|31)"
+        conversion.to_do.append(f"freeze_trainable_layers: {count}: {note}")
         return
-    frozen = {"LLaMA-Factory": theirs, "Automodel": read_section(theirs, "freeze_config")}.get(found.tool, {})
+    modules = convert_names(settings.get("freeze_trainable_modules", "all")) or []
+    inner = "" if "all" in modules else rf"\.({'|'.join(modules)})"
+    layers = f"layers.({'|'.join(map(str, numbers))}){inner}"
+    extra = convert_names(settings.get("freeze_extra_modules")) or []
+    conversion.recipe["trainable_modules"] = [layers, *extra]
+
+
+def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what a tool trains of a vision-language model beside the language model, which is trained alone here."""
+    if conversion.images is None:
+        return
+    if conversion.tool == "LLaMA-Factory":
+        _report_frozen(settings, conversion)
+    elif conversion.tool == "Automodel":
+        frozen = read_section(settings, "freeze_config")
+        _report_frozen(frozen, conversion)
+        if frozen.get("freeze_embeddings") and not conversion.recipe.get("use_peft"):
+            note = "the embedding is trained here, in full fine-tuning"
+            conversion.add_difference("freeze_embeddings", True, note)
+    elif conversion.tool == "Axolotl":
+        _report_axolotl_images(settings, conversion)
+
+
+def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:
     for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_audio_tower"):
         if frozen.get(key) is False:
-            found.add_difference(key, False, TRAINED_TOWER)
+            conversion.add_difference(key, False, TRAINED_TOWER)
     if frozen.get("freeze_language_model"):
-        found.add_difference(
-            "freeze_language_model", True, "trained here; trainable_modules: [visual] trains the tower"
-        )
-    if found.tool == "Automodel" and frozen.get("freeze_embeddings") and not found.recipe.get("use_peft"):
-        found.add_difference("freeze_embeddings", True, "the embedding is trained here, in full fine-tuning")
-    if found.tool != "Axolotl":
-        return
-    targets = "all-linear" if theirs.get("lora_target_linear") else theirs.get("lora_target_modules")
-    if not theirs.get("adapter"):
-        found.add_difference("adapter", None, TRAINED_TOWER)
+        note = "trained here; trainable_modules: [visual] trains the tower"
+        conversion.add_difference("freeze_language_model", True, note)
+
+
+def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
+    targets = "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
+    if not settings.get("adapter"):
+        conversion.add_difference("adapter", None, TRAINED_TOWER)
     elif "language_model" not in str(targets):
-        found.add_difference("lora_target_modules", targets, "layers of the vision tower by these names too there")
-    if "train_on_inputs" not in theirs:
-        found.add_difference("processor_type", theirs.get("processor_type"), IMAGE_LABELS)
+        note = "layers of the vision tower by these names too there"
+        conversion.add_difference("lora_target_modules", targets, note)
+    if "train_on_inputs" not in settings:
+        conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)

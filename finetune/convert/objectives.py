@@ -7,24 +7,38 @@ from typing import Any
 
 from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS, POLICY_LOSSES, Method
-from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT, PROMPTS_MASKED, TRUNCATED, Tool
+from finetune.config.other_names import TRUNCATED
 from finetune.config.quantization import SCHEMES
-from finetune.convert.model_names import Found
+from finetune.convert.counterparts import NOTES, Tool, ToolFile
+from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
+from finetune.convert.model_names import Unsupported
 from finetune.convert.rules import Conversion, read_section
-from finetune.convert.their_values import WrongValue, convert_number, read_number, shorten
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
+# The key that names the losses of preferences, and the one for their weights, where it is not TRL's.
+LOSS_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_type", "LLaMA-Factory": "pref_loss"}
+WEIGHT_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_weights", "LLaMA-Factory": ""}
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
 TRL_SIGNS = (
-    "beta", "loss_type", "max_prompt_length", "precompute_ref_log_probs", "ref_model", "desirable_weight",
-    "undesirable_weight", "rpo_alpha", "simpo_gamma", "cpo_alpha", "loss_weights",
-)  # fmt: skip
+    "beta",
+    "loss_type",
+    "max_prompt_length",
+    "precompute_ref_log_probs",
+    "ref_model",
+    "desirable_weight",
+    "undesirable_weight",
+    "rpo_alpha",
+    "simpo_gamma",
+    "cpo_alpha",
+    "loss_weights",
+)
 SFT_LOSSES = (None, "nll", "chunked_nll", "dft")
 TRL_NAMES = ("kto", "orpo", "dpo", "simpo")  # of trainers, in the names of files and folders
 # Where our default differs, by what the tool's own preference trainer takes.
 PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "TRL": {"learning_rate": 1e-6}, "Axolotl": {"overlength": "drop"},
-}  # fmt: skip
+    "TRL": {"learning_rate": 1e-6},
+    "Axolotl": {"overlength": "drop"},
+}
 KL_DIVERGENCES = {"ForwardKL": 0.0, "KDLoss": 0.0, "ReverseKL": 1.0}  # -> distill_beta
 WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")  # disable_dropout is the default of TRL's trainers
 WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"
@@ -35,75 +49,86 @@ ASFT = (
     "tokens of a step here, of each micro-batch's mean there"
 )
 NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
+LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft")  # -> token_loss
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
 PROMPT_TOKENS = 512  # of max_prompt_length in TRL, until it bounded prompts no more
 # TRL's rewards by the names that its command knows: ours, or a function to import.
 REWARDS = {"think_format_reward": "think_format", "get_soft_overlong_punishment": "soft_overlong_punishment"}
 TRL_PUNISHMENT = {"max_completion_length": 1280, "soft_punish_cache": 256}  # of its command
+SAMPLING_BOUNDS = {"clip_max": ("clip_max", "cap"), "clip_min": ("clip_min",)}  # ours -> TRL's names
 SUMMED = "sum_then_normalize"
 LOCAL_MEAN = "the mean over the tokens of a local batch there, over those of the whole step here"
 
 
-def find_method(tool: Tool, theirs: Mapping[str, Any], source: Path) -> str:
-    """Our `method` for a file; `sft` where it is no preference training."""
-    match tool:
-        case "Axolotl":
-            return AXOLOTL_METHODS.get(str(theirs.get("rl")), "sft")
-        case "LLaMA-Factory":
-            loss, stage = theirs.get("pref_loss"), theirs.get("stage")
-            if theirs.get("use_asft_loss"):
-                return "distill"
-            return (
-                "kto" if stage == "kto" else "sft" if stage != "dpo" else loss if loss in ("orpo", "simpo") else "dpo"
-            )
-        case "torchtune" | "Automodel" if find_distillation(theirs) is not None:
-            return "distill"
-        case "torchtune":
-            return "dpo" if str(read_section(theirs, "loss").get("_component_")).endswith("DPOLoss") else "sft"
-        case "TRL":
-            return _find_trl_method(theirs, source)
-        case _:
-            return "sft"
+def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
+    """Returns our `method` for a file; `sft` where it is no preference training."""
+    if tool == "TRL":
+        return _find_trl_method(settings, source)
+    if tool == "Axolotl":
+        return AXOLOTL_METHODS.get(str(settings.get("rl")), "sft")
+    if tool == "LLaMA-Factory":
+        return _find_factory_method(settings)
+    if find_distillation(settings) is not None:
+        return "distill"
+    loss = str(read_section(settings, "loss").get("_component_"))
+    return "dpo" if tool == "torchtune" and loss.endswith("DPOLoss") else "sft"
 
 
-def find_distillation(theirs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Our keys for torchtune's and Automodel's distillation: (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence.
+def _find_factory_method(settings: ToolFile) -> str:
+    if settings.get("use_asft_loss"):
+        return "distill"
+    stage = settings.get("stage")
+    if stage != "dpo":
+        return "kto" if stage == "kto" else "sft"
+    loss = settings.get("pref_loss")
+    return loss if loss in ("orpo", "simpo") else "dpo"
 
-    LLaMA-Factory's ASFT is that sum, not divided by 1 + asft_alpha, of DFT and the divergence from the model before
-    training. None where a file has no teacher, or its divergence is another.
+
+def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
+    """Returns our keys for distillation; None where a file has no teacher, or its divergence is another.
+
+    torchtune and Automodel minimize (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence. LLaMA-Factory's ASFT is
+    that sum of DFT and the divergence from the model before training, not divided by 1 + asft_alpha.
     """
-    if theirs.get("use_asft_loss"):
-        share = read_number("asft_alpha", theirs.get("asft_alpha", 0.1), "0.1", 0)
-        clip = read_number("max_grad_norm", theirs.get("max_grad_norm", 1.0) or 0, "1.0")
-        return {
-            "method": "distill", "distill_beta": 0.0, "distill_alpha": round(share / (1 + share), 9),
-            "token_loss": "dft",
-            "teacher_model_name_or_path": theirs.get("model_name_or_path"),
-            "max_grad_norm": clip / (1 + share) if clip else None,
-        }  # fmt: skip
-    if "teacher_model" not in theirs:
+    if settings.get("use_asft_loss"):
+        return _read_asft(settings)
+    if "teacher_model" not in settings:
         return None
-    there, fn = read_section(theirs, "kd_loss").get("_component_"), read_section(theirs, "kd_loss_fn").get("_target_")
-    kind = str(there or fn or "KDLoss")
-    beta = next((beta for part, beta in KL_DIVERGENCES.items() if kind.rsplit(".", 1)[-1].startswith(part)), None)
-    temperature = read_section(theirs, "kd_loss_fn").get("temperature", 1.0)
-    alpha = convert_number(theirs.get("kd_ratio", 0.5))
+    component = read_section(settings, "kd_loss").get("_component_")
+    target = read_section(settings, "kd_loss_fn").get("_target_")
+    name = str(component or target or "KDLoss").rsplit(".", 1)[-1]
+    beta = next((beta for start, beta in KL_DIVERGENCES.items() if name.startswith(start)), None)
+    temperature = read_section(settings, "kd_loss_fn").get("temperature", 1.0)
+    alpha = convert_number(settings.get("kd_ratio", 0.5))
     if beta is None or temperature != 1 or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
         return None
     return {"method": "distill", "distill_beta": beta, "distill_alpha": alpha}
 
 
-def _find_trl_method(theirs: Mapping[str, Any], source: Path) -> str:
-    """TRL's files name no trainer: their keys do, else the file's or its folder's name (orpo/config.yaml)."""
-    if is_online(theirs):
+def _read_asft(settings: ToolFile) -> dict[str, Any]:
+    share = read_number("asft_alpha", settings.get("asft_alpha", 0.1), "0.1", 0)
+    clip = read_number("max_grad_norm", settings.get("max_grad_norm", 1.0) or 0, "1.0")
+    return {
+        "method": "distill",
+        "distill_beta": 0.0,
+        "distill_alpha": round(share / (1 + share), 9),
+        "token_loss": "dft",
+        "teacher_model_name_or_path": settings.get("model_name_or_path"),
+        "max_grad_norm": clip / (1 + share) if clip else None,
+    }
+
+
+def _find_trl_method(settings: ToolFile, source: Path) -> str:
+    """Reads the method off the keys, else off the file's or its folder's name (orpo/config.yaml): no key names it."""
+    if is_online(settings):
         return "grpo"
-    if "desirable_weight" in theirs or "undesirable_weight" in theirs:
+    if "desirable_weight" in settings or "undesirable_weight" in settings:
         return "kto"
-    if "simpo" in _losses("TRL", theirs) or "simpo_gamma" in theirs:
+    if "simpo" in _read_losses("TRL", settings) or "simpo_gamma" in settings:
         return "simpo"
-    if not any(key in theirs for key in TRL_SIGNS) or (
-        "beta" not in theirs and theirs.get("loss_type") in SFT_LOSSES[1:]
-    ):
+    compares = any(key in settings for key in TRL_SIGNS)
+    names_sft_loss = "beta" not in settings and settings.get("loss_type") in SFT_LOSSES[1:]
+    if not compares or names_sft_loss:
         return "sft"
     return _find_name(source) or "dpo"
 
@@ -113,15 +138,15 @@ def _find_name(source: Path) -> str | None:
     return next((name for name in TRL_NAMES if name in words), None)
 
 
-def find_unsupported_losses(tool: Tool, theirs: Mapping[str, Any], source: Path) -> Iterator[Found]:
-    """The losses of a preference file that nothing here computes."""
-    method = find_method(tool, theirs, source)
+def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Iterator[Unsupported]:
+    """Yields the losses of a preference file that nothing here computes."""
+    method = find_method(tool, settings, source)
     if method == "grpo":
-        yield from find_unsupported_online(theirs)
+        yield from find_unsupported_online(settings)
     if method in ("sft", "distill", "grpo"):
         return
-    losses = _losses(tool, theirs)
-    key = {"Axolotl": "dpo_loss_type", "LLaMA-Factory": "pref_loss"}.get(tool, "loss_type")
+    losses = _read_losses(tool, settings)
+    key = LOSS_KEYS.get(tool, "loss_type")
     known = (*PAIR_LOSSES, "sft", "kto", "orpo", "simpo")
     for name in losses:
         if name not in known:
@@ -129,220 +154,279 @@ def find_unsupported_losses(tool: Tool, theirs: Mapping[str, Any], source: Path)
     pairs = [name for name in losses if name != "sft"]
     if len(pairs) > 1 or any(losses[name] != 1 for name in pairs):
         yield f"{key}: {shorten(list(losses))}", "several losses at once", True
-    if "cpo_alpha" in theirs and tool == "TRL" and "simpo" not in losses:
-        yield f"cpo_alpha: {theirs['cpo_alpha']}", "another loss (CPO)", True
-    divergence = str(theirs.get("f_divergence_type", "reverse_kl"))
+    if "cpo_alpha" in settings and tool == "TRL" and "simpo" not in losses:
+        yield f"cpo_alpha: {settings['cpo_alpha']}", "another loss (CPO)", True
+    divergence = str(settings.get("f_divergence_type", "reverse_kl"))
     if divergence.lower() != "reverse_kl":
         yield f"f_divergence_type: {divergence}", f"another loss ({divergence.upper()})", True
 
 
-def _losses(tool: Tool, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The losses that a file names, with their weights.
+def _read_losses(tool: Tool, settings: ToolFile) -> dict[str, Any]:
+    """Reads the losses that a file names, with their weights.
 
-    >>> _losses("TRL", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]})
+    >>> _read_losses("TRL", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]})
     {'sigmoid': 1.0, 'sft': 0.2}
     """
-    keys = {"Axolotl": ("dpo_loss_type", "dpo_loss_weights"), "LLaMA-Factory": ("pref_loss", "")}
-    names_key, weights_key = keys.get(tool, ("loss_type", "loss_weights"))
-    names = theirs.get(names_key) or []
+    names = settings.get(LOSS_KEYS.get(tool, "loss_type")) or []
     names = names if isinstance(names, list) else [names]
-    weights = theirs.get(weights_key) or [1.0] * len(names)
+    weights = settings.get(WEIGHT_KEYS.get(tool, "loss_weights")) or [1.0] * len(names)
     if not isinstance(weights, list) or len(weights) != len(names):
         weights = [None] * len(names)  # which no loss here has
     return dict(zip(map(str, names), map(convert_number, weights), strict=False))
 
 
-def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, found: Conversion) -> None:
+def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
     """Adds the method of a file to the recipe, with what several of its keys together mean."""
-    tool, recipe = found.tool, found.recipe
-    if method == "distill":
-        recipe |= find_distillation(theirs) or {}
-        if theirs.get("use_asft_loss"):
-            found.remarks.append(f"use_asft_loss: true   ({ASFT})")
-        return
     if method == "sft":
-        _set_token_loss(theirs, found)
-        _drop_unused("sft", found)
-        losses = _losses("TRL", theirs) if tool == "TRL" else {}
-        if tool == "TRL" and theirs.get("completion_only_loss"):
-            recipe["assistant_only_loss"] = True
-        elif tool == "TRL" and theirs.get("completion_only_loss") is False:
-            found.add_difference("completion_only_loss", False, PROMPTS_MASKED.removeprefix("true; "))
-        for name in losses.keys() - set(map(str, SFT_LOSSES)):
+        _adapt_supervised(settings, conversion)
+    elif method == "distill":
+        _adapt_distillation(settings, conversion)
+    elif method == "grpo":
+        _adapt_online(settings, conversion)
+    else:
+        _adapt_comparison(method, settings, source, conversion)
+
+
+def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
+    _set_token_loss(settings, conversion)
+    _drop_unused("sft", conversion)
+    if conversion.tool != "TRL":
+        return
+    masks_prompts = settings.get("completion_only_loss")
+    if masks_prompts:
+        conversion.recipe["assistant_only_loss"] = True
+    elif masks_prompts is False:
+        conversion.add_difference("completion_only_loss", False, NOTES["PROMPTS_MASKED"].removeprefix("true; "))
+    for name in _read_losses("TRL", settings):
+        if name not in map(str, SFT_LOSSES):
             note = "of supervised fine-tuning nll is the only one"
-            found.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
-        return
-    if method == "grpo":
-        adapt_online(theirs, found)
-        _drop_unused(method, found)
-        return
+            conversion.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
+
+
+def _adapt_distillation(settings: ToolFile, conversion: Conversion) -> None:
+    conversion.recipe |= find_distillation(settings) or {}
+    if settings.get("use_asft_loss"):
+        conversion.add_remark("use_asft_loss", True, ASFT)
+
+
+def _adapt_comparison(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
+    """Adds a method that compares or rates answers."""
+    recipe = conversion.recipe
     recipe["method"] = method
-    losses = _losses(tool, theirs)
-    named = next((name for name in losses if name in PAIR_LOSSES), None)
-    if method == "dpo" and (named or theirs.get("rl") == "ipo"):
-        recipe["loss_type"] = named or "ipo"
+    _set_comparison_loss(method, settings, source, conversion)
+    _list_differences(method, settings, conversion)
+    if conversion.tool in WITHOUT_DROPOUT and settings.get("disable_dropout", True):
+        if recipe.get("lora_dropout", 0) != 0:
+            conversion.remarks.append(f"lora_dropout: {recipe['lora_dropout']}   ({NOTES['NO_DROPOUT']})")
+        recipe["lora_dropout"] = 0.0
+    if settings.get("label_smoothing_factor") is not None and "label_smoothing" not in settings:
+        recipe.pop("label_smoothing", None)  # the Trainer's own loss alone reads it
+        conversion.ignored.append("label_smoothing_factor")
+    for key, value in PREFERENCE_DEFAULTS.get(conversion.tool, {}).items():
+        recipe.setdefault(key, value)
+    recipe.pop("assistant_only_loss", None)  # only answers are compared
+    if recipe.get("packing") is not False:
+        recipe.pop("packing", None)  # no tool packs pairs
+    _drop_unused(method, conversion)
+
+
+def _set_comparison_loss(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
+    tool = conversion.tool
+    recipe = conversion.recipe
+    losses = _read_losses(tool, settings)
+    pair_loss = next((name for name in losses if name in PAIR_LOSSES), None)
+    if method == "dpo" and (pair_loss or settings.get("rl") == "ipo"):
+        recipe["loss_type"] = pair_loss or "ipo"
     if "sft" in losses:
         recipe["rpo_alpha"] = losses["sft"]
-    if tool == "Axolotl" and method == "orpo" and theirs.get("orpo_alpha") is not None:
-        recipe.setdefault("beta", convert_number(theirs["orpo_alpha"]))
+    if tool == "Axolotl" and method == "orpo" and settings.get("orpo_alpha") is not None:
+        recipe.setdefault("beta", convert_number(settings["orpo_alpha"]))
     if tool == "TRL" and method == "dpo" and not losses and _find_name(source) is None:
-        found.remarks.append(f"method: dpo   ({NOT_SAID})")
-    _list_differences(method, theirs, found)
-    if tool in WITHOUT_DROPOUT and theirs.get("disable_dropout", True) and recipe.get("lora_dropout", 0) != 0:
-        found.remarks.append(f"lora_dropout: {recipe['lora_dropout']}   ({NO_DROPOUT})")
-    if tool in WITHOUT_DROPOUT and theirs.get("disable_dropout", True):
-        recipe["lora_dropout"] = 0.0
-    if theirs.get("label_smoothing_factor") is not None and "label_smoothing" not in theirs:
-        recipe.pop("label_smoothing", None)  # read by the Trainer's own loss only
-        found.ignored.append("label_smoothing_factor")
-    for key, value in PREFERENCE_DEFAULTS.get(tool, {}).items():
-        recipe.setdefault(key, value)
-    for key in ("assistant_only_loss", "packing"):
-        if key in recipe and not (key == "packing" and recipe[key] is False):
-            del recipe[key]  # only answers are compared; no tool packs pairs
-    _drop_unused(method, found)
+        conversion.remarks.append(f"method: dpo   ({NOT_SAID})")
 
 
-def _set_token_loss(theirs: Mapping[str, Any], found: Conversion) -> None:
-    asked = next((key for key in LABEL_LOSSES if theirs.get(key)), "dft" if theirs.get("loss_type") == "dft" else "")
+def _set_token_loss(settings: ToolFile, conversion: Conversion) -> None:
+    asked = next((key for key in LABEL_LOSSES if settings.get(key)), "")
+    if not asked and settings.get("loss_type") == "dft":
+        asked = "dft"
     if asked:
-        found.recipe["token_loss"] = asked.removeprefix("use_").removesuffix("_loss")
+        conversion.recipe["token_loss"] = asked.removeprefix("use_").removesuffix("_loss")
     if "eaft" not in asked:
-        found.recipe.pop("eaft_alpha", None)
-    elif theirs.get("eaft_k") not in (None, 20):
-        found.add_difference(
-            "eaft_k", theirs["eaft_k"], "the entropy is of the 20 likeliest tokens", "another loss (EAFT)"
-        )
+        conversion.recipe.pop("eaft_alpha", None)
+    elif settings.get("eaft_k") not in (None, 20):
+        note = "the entropy is of the 20 likeliest tokens"
+        conversion.add_difference("eaft_k", settings["eaft_k"], note, "another loss (EAFT)")
 
 
-def _list_differences(method: str, theirs: Mapping[str, Any], found: Conversion) -> None:
-    """What the tool's trainer for `method` does otherwise."""
-    tool, on_trl = found.tool, found.tool in ("TRL", "Axolotl")
-    if method == "simpo" and on_trl and theirs.get("cpo_alpha", 1.0) != 0:
-        found.add_difference("cpo_alpha", theirs.get("cpo_alpha", 1.0), CPO_SIMPO)
-    if method == "orpo" and on_trl:
-        found.add_difference("rl" if tool == "Axolotl" else "method", "orpo", WHOLE_ROW)
+def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Lists what the tool's trainer for `method` does otherwise."""
+    tool = conversion.tool
+    is_trls = tool in ("TRL", "Axolotl")
+    if method == "simpo" and is_trls and settings.get("cpo_alpha", 1.0) != 0:
+        conversion.add_difference("cpo_alpha", settings.get("cpo_alpha", 1.0), CPO_SIMPO)
+    if method == "orpo" and is_trls:
+        conversion.add_difference("rl" if tool == "Axolotl" else "method", "orpo", WHOLE_ROW)
     if method == "orpo" and tool == "LLaMA-Factory":
-        found.remarks.append(f"pref_loss: orpo   ({MEAN_OF_MEANS})")
+        conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
     if method == "kto":
-        found.remarks.append(f"kto   ({KTO_ROWS})")
-    if theirs.get("pref_ftx") and method != "dpo":
-        found.add_difference("pref_ftx", theirs["pref_ftx"], f"no cross entropy is added under method: {method}")
-    if theirs.get("truncation_mode") == "keep_end":
-        found.add_difference("truncation_mode", "keep_end", "a side of over max_length tokens loses its end here")
-    reference = read_section(theirs, "ref_checkpointer").get("checkpoint_dir")
-    if reference and reference != read_section(theirs, "checkpointer").get("checkpoint_dir"):
+        conversion.remarks.append(f"kto   ({KTO_ROWS})")
+    if settings.get("pref_ftx") and method != "dpo":
+        note = f"no cross entropy is added under method: {method}"
+        conversion.add_difference("pref_ftx", settings["pref_ftx"], note)
+    if settings.get("truncation_mode") == "keep_end":
+        note = "a side of over max_length tokens loses its end here"
+        conversion.add_difference("truncation_mode", "keep_end", note)
+    reference = read_section(settings, "ref_checkpointer").get("checkpoint_dir")
+    if reference and reference != read_section(settings, "checkpointer").get("checkpoint_dir"):
         note = "the reference is the model before training"
-        found.add_difference("ref_checkpointer.checkpoint_dir", reference, note, "another reference model")
+        conversion.add_difference("ref_checkpointer.checkpoint_dir", reference, note, "another reference model")
 
 
-def _drop_unused(method: str, found: Conversion) -> None:
+def _drop_unused(method: str, conversion: Conversion) -> None:
     """Removes keys of other methods, which have no effect there either."""
-    for key in keys_of(Method).keys() & found.recipe.keys() - {"method", *METHODS[method].keys}:
-        del found.recipe[key]
-        found.ignored.append(key)
-    if "label_smoothing" not in METHODS[method].keys and found.recipe.pop("label_smoothing", None):
-        found.ignored.append("label_smoothing")
+    of_other_methods = keys_of(Method).keys() - {"method", *METHODS[method].keys}
+    for key in [key for key in conversion.recipe if key in of_other_methods]:
+        del conversion.recipe[key]
+        conversion.ignored.append(key)
+    if "label_smoothing" not in METHODS[method].keys and conversion.recipe.pop("label_smoothing", None):
+        conversion.ignored.append("label_smoothing")
 
 
-def is_online(theirs: Mapping[str, Any]) -> bool:
+def is_online(settings: ToolFile) -> bool:
     """Whether a TRL file is for its GRPO trainer."""
-    return any(key in theirs for key in GRPO_SIGNS)
+    return any(key in settings for key in GRPO_SIGNS)
 
 
-def find_unsupported_online(theirs: Mapping[str, Any]) -> Iterator[Found]:
-    """The losses that nothing here computes, and models as rewards."""
-    loss = str(theirs.get("loss_type", "dapo"))
+def find_unsupported_online(settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields the losses that nothing here computes, and models as rewards."""
+    loss = str(settings.get("loss_type", "dapo"))
     if loss not in (*POLICY_LOSSES, "bnpo"):
         yield f"loss_type: {loss}", f"another loss ({loss.upper()})", True
     for key in ("reward_model_name_or_path", "reward_model_path"):
-        if theirs.get(key):
-            yield f"{key}: {theirs[key]}", "a reward model", True
+        if settings.get(key):
+            yield f"{key}: {settings[key]}", "a reward model", True
 
 
-def adapt_online(theirs: Mapping[str, Any], found: Conversion) -> None:
+def _adapt_online(settings: ToolFile, conversion: Conversion) -> None:
     """Adds what several keys of a GRPO file together mean."""
-    recipe, loss = found.recipe, theirs.get("loss_type")
-    recipe |= {"method": "grpo", "lora_dropout": 0.0, **({"loss_type": loss} if loss else {})}
+    recipe = conversion.recipe
+    recipe["method"] = "grpo"
+    recipe["lora_dropout"] = 0.0
+    recipe.setdefault("learning_rate", 1e-6)
+    recipe.pop("packing", None)  # what is sampled is packed here, for the same loss
+    _set_policy_loss(settings, conversion)
+    _set_lengths(settings, conversion)
+    _set_sampled_batch(settings, conversion)
+    if settings.get("top_k") not in (None, 0, -1):
+        conversion.add_difference("top_k", settings["top_k"], TRUNCATED)
+    aggregation = settings.get("multi_objective_aggregation", SUMMED)
+    if aggregation != SUMMED:
+        note = "rewards are summed, and then normalized"
+        conversion.add_difference("multi_objective_aggregation", aggregation, note, "normalizing each reward")
+    _add_rewards(settings.get("reward_funcs") or [], conversion)
+    iterations = settings.get("max_tool_calling_iterations")
+    if iterations:
+        what = f"name your functions, such as my_tools.py:multiply, and set max_tool_calling_iterations: {iterations}"
+        conversion.to_do.append(f"tools: they have no key there; {what}")
+    if settings.get("use_vllm") and settings.get("vllm_mode") == "server":
+        recipe |= _read_server(settings)
+        address = recipe["vllm_server_base_url"]
+        conversion.to_do.append(f"vllm_server_base_url: start the server of {address} as docs/online.md says")
+    _drop_unused("grpo", conversion)
+
+
+def _set_policy_loss(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    loss = settings.get("loss_type")
     if loss == "bnpo":
         recipe["loss_type"] = "dapo"
-        found.remarks.append(f"loss_type: bnpo   ({LOCAL_MEAN})")
-    recipe.setdefault("learning_rate", 1e-6)
-    scale = theirs.get("scale_rewards", "group")
-    if not isinstance(scale, bool | str):
+        conversion.remarks.append(f"loss_type: bnpo   ({LOCAL_MEAN})")
+    elif loss:
+        recipe["loss_type"] = loss
+    scale = settings.get("scale_rewards", "group")
+    if isinstance(scale, bool):
+        scale = "group" if scale else "none"
+    if not isinstance(scale, str):
         raise WrongValue.of_key("scale_rewards", scale, "one of group, batch and none", "group")
-    recipe["scale_rewards"] = scale if isinstance(scale, str) else "group" if scale else "none"
-    longest = read_number("max_completion_length", theirs.get("max_completion_length", 256), "256", 1)
-    prompt = read_number("max_prompt_length", theirs.get("max_prompt_length") or PROMPT_TOKENS, str(PROMPT_TOKENS), 1)
-    recipe["max_completion_length"], recipe["max_length"] = longest, longest + prompt
-    found.remarks.append(f"max_length: {longest + prompt}   (prompts of over {prompt} tokens are dropped here)")
-    recipe.pop("packing", None)  # what is sampled is packed here, for the same loss
-    rows, accumulated, generations = (
-        int(read_number(key, theirs.get(key, default), str(default), 1))
-        for key, default in (
-            ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1), ("num_generations", 8)
-        )
-    )  # fmt: skip
+    recipe["scale_rewards"] = scale
+
+
+def _set_lengths(settings: ToolFile, conversion: Conversion) -> None:
+    completion = read_number("max_completion_length", settings.get("max_completion_length", 256), "256", 1)
+    longest = settings.get("max_prompt_length") or PROMPT_TOKENS
+    prompt = read_number("max_prompt_length", longest, str(PROMPT_TOKENS), 1)
+    conversion.recipe["max_completion_length"] = completion
+    conversion.recipe["max_length"] = completion + prompt
+    note = f"prompts of over {prompt} tokens are dropped here"
+    conversion.remarks.append(f"max_length: {completion + prompt}   ({note})")
+
+
+def _set_sampled_batch(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets the prompts of a step, and the steps that share a generation, from counts of completions on one process."""
+    recipe = conversion.recipe
+    rows = _read_count(settings, "per_device_train_batch_size", 8)
+    accumulated = _read_count(settings, "gradient_accumulation_steps", 1)
+    generations = _read_count(settings, "num_generations", 8)
     recipe.pop("gradient_accumulation_steps", None)
     recipe["global_batch_size"] = max(1, rows * accumulated // generations)
     per_process = f"{rows} x {accumulated} completions, {generations} of each prompt, on one process there"
-    found.remarks.append(f"global_batch_size: {recipe['global_batch_size']}   ({per_process}; times the processes)")
-    sampled, micro_steps = (
-        int(read_number(key, theirs.get(key) or 0, "8", 0)) for key in ("generation_batch_size", "steps_per_generation")
-    )
-    micro_steps = micro_steps or sampled // rows  # in micro-batches, on one process
+    remark = f"global_batch_size: {recipe['global_batch_size']}   ({per_process}; times the processes)"
+    conversion.remarks.append(remark)
+    sampled = int(read_number("generation_batch_size", settings.get("generation_batch_size") or 0, "8", 0))
+    micro_steps = int(read_number("steps_per_generation", settings.get("steps_per_generation") or 0, "8", 0))
+    micro_steps = micro_steps or sampled // rows
     if micro_steps > accumulated:
         recipe["steps_per_generation"] = micro_steps // accumulated
-    if theirs.get("top_k") not in (None, 0, -1):
-        found.add_difference("top_k", theirs["top_k"], TRUNCATED)
-    if (rule := theirs.get("multi_objective_aggregation", SUMMED)) != SUMMED:
-        note = "rewards are summed, and then normalized"
-        found.add_difference("multi_objective_aggregation", rule, note, "normalizing each reward")
-    _add_rewards(theirs.get("reward_funcs") or [], found)
-    if iterations := theirs.get("max_tool_calling_iterations"):
-        named = f"name your functions, such as my_tools.py:multiply, and set max_tool_calling_iterations: {iterations}"
-        found.to_do.append(f"tools: they have no key there; {named}")
-    if theirs.get("use_vllm") and theirs.get("vllm_mode") == "server":
-        recipe |= _read_server(theirs)
-        found.to_do.append(
-            f"vllm_server_base_url: start the server of {recipe['vllm_server_base_url']} as docs/online.md says"
-        )
 
 
-def _read_server(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Our keys of a server that samples, and of TRL's correction of its numerics."""
-    host = str(theirs.get("vllm_server_host", "0.0.0.0")).replace("0.0.0.0", "localhost")
-    address = theirs.get("vllm_server_base_url") or f"http://{host}:{theirs.get('vllm_server_port', 8000)}"
+def _read_count(settings: ToolFile, key: str, default: int) -> int:
+    return int(read_number(key, settings.get(key, default), str(default), 1))
+
+
+def _read_server(settings: ToolFile) -> dict[str, Any]:
+    """Reads our keys of a server that samples, and of TRL's correction of its numerics."""
+    host = str(settings.get("vllm_server_host", "0.0.0.0")).replace("0.0.0.0", "localhost")
+    address = settings.get("vllm_server_base_url") or f"http://{host}:{settings.get('vllm_server_port', 8000)}"
     keys: dict[str, Any] = {"vllm_server_base_url": address}
-    if "vllm_server_timeout" in theirs:
-        keys["vllm_server_timeout"] = float(read_number("vllm_server_timeout", theirs["vllm_server_timeout"], "240"))
-    if theirs.get("vllm_importance_sampling_correction", True):
-        keys["importance_sampling_correction"] = theirs.get("vllm_importance_sampling_mode", "sequence_mask")
-        for bound, other in (("clip_max", "cap"), ("clip_min", "clip_min")):
-            names = (f"vllm_importance_sampling_{name}" for name in (bound, other))
-            values = [theirs[name] for name in names if theirs.get(name) is not None]
-            keys |= {f"importance_sampling_{bound}": value for value in values[:1]}
+    if "vllm_server_timeout" in settings:
+        keys["vllm_server_timeout"] = float(read_number("vllm_server_timeout", settings["vllm_server_timeout"], "240"))
+    if not settings.get("vllm_importance_sampling_correction", True):
+        return keys
+    keys["importance_sampling_correction"] = settings.get("vllm_importance_sampling_mode", "sequence_mask")
+    for bound, names in SAMPLING_BOUNDS.items():
+        given = (settings.get(f"vllm_importance_sampling_{name}") for name in names)
+        value = next((value for value in given if value is not None), None)
+        if value is not None:
+            keys[f"importance_sampling_{bound}"] = value
     return keys
 
 
-def _add_rewards(names: Any, found: Conversion) -> None:
+def _add_rewards(names: Any, conversion: Conversion) -> None:
     if not isinstance(names, list | str):
         raise WrongValue.of_key("reward_funcs", names, "a list of names", "[think_format_reward]")
-    rewards = []
-    for name in [names] if isinstance(names, str) else names:
-        module, _, function = str(name).rpartition(".")
-        rewards.append(REWARDS.get(name) or f"{module.replace('.', '/') or 'my_rewards'}.py:{function}")
-        if not module and name not in REWARDS:
-            found.to_do.append(f"reward_funcs: {name}: write my_rewards.py: from trl.rewards import {name}")
+    names = [names] if isinstance(names, str) else names
+    rewards = [_name_reward(name, conversion) for name in names]
     if "soft_overlong_punishment" in rewards:
-        found.recipe["soft_punish_cache"] = TRL_PUNISHMENT["soft_punish_cache"]
-        if (longest := found.recipe["max_completion_length"]) != TRL_PUNISHMENT["max_completion_length"]:
+        conversion.recipe["soft_punish_cache"] = TRL_PUNISHMENT["soft_punish_cache"]
+        longest = conversion.recipe["max_completion_length"]
+        if longest != TRL_PUNISHMENT["max_completion_length"]:
             note = f"up to 1280 tokens there, whatever max_completion_length is; up to {longest} here"
-            found.add_difference("reward_funcs", "get_soft_overlong_punishment", note)
+            conversion.add_difference("reward_funcs", "get_soft_overlong_punishment", note)
     if rewards:
-        found.recipe["rewards"] = rewards
+        conversion.recipe["rewards"] = rewards
     else:
-        found.to_do.append("rewards: the file names none; name your functions, such as my_rewards.py:right")
+        conversion.to_do.append("rewards: the file names none; name your functions, such as my_rewards.py:right")
+
+
+def _name_reward(name: Any, conversion: Conversion) -> str:
+    """Returns our name for a reward of TRL's command, or the function of a file."""
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, function = str(name).rpartition(".")
+    if module:
+        return f"{module.replace('.', '/')}.py:{function}"
+    conversion.to_do.append(f"reward_funcs: {name}: write my_rewards.py: from trl.rewards import {name}")
+    return f"my_rewards.py:{function}"
 
 
 # torchao's quantizers, and pairs of Axolotl's dtypes (inputs, weights) -> our scheme, and its usual group.
@@ -365,41 +449,45 @@ ADAPTER_APART = (
 )
 
 
-def asks_for_rounding(theirs: Mapping[str, Any]) -> bool:
+def asks_for_rounding(settings: ToolFile) -> bool:
     """Whether a file of training asks for it."""
-    qat = theirs.get("qat")
+    qat = settings.get("qat")
     is_on = isinstance(qat, dict) and qat.get("enabled", True)
-    return bool(is_on or ("dataset" in theirs and isinstance(theirs.get("quantizer"), dict)))
+    return bool(is_on or ("dataset" in settings and isinstance(settings.get("quantizer"), dict)))
 
 
-def find_rounding(theirs: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Our keys; None where a file asks for none, or for what torchao does not finish here.
+def find_rounding(settings: ToolFile) -> Mapping[str, Any] | None:
+    """Returns our keys; None where a file asks for none, or for what torchao does not finish here.
 
     >>> find_rounding({"qat": {"activation_dtype": "int8", "weight_dtype": "int4", "fake_quant_after_n_steps": 9}})
     {'quantization_aware_training': 'int8-int4', 'qat_group_size': 32, 'fake_quant_after_n_steps': 9}
     """
-    if not asks_for_rounding(theirs):
+    if not asks_for_rounding(settings):
         return None
-    qat = theirs.get("qat") or {}
-    quantizer = theirs.get("quantizer") or qat.get("quantizer") or qat.get("qat_config") or {}
+    qat = settings.get("qat") or {}
+    quantizer = settings.get("quantizer") or qat.get("quantizer") or qat.get("qat_config") or {}
     name = str(quantizer.get("_component_") or quantizer.get("_target_") or "").rsplit(".", 1)[-1]
-    dtypes = tuple(str(qat.get(key)).removeprefix("torch.") for key in ("activation_dtype", "weight_dtype"))
-    scheme, usual = QUANTIZERS.get(name) or QAT_DTYPES.get((dtypes[0], dtypes[1]), ("", None))
+    inputs = str(qat.get("activation_dtype")).removeprefix("torch.")
+    weights = str(qat.get("weight_dtype")).removeprefix("torch.")
+    scheme, usual_group = QUANTIZERS.get(name) or QAT_DTYPES.get((inputs, weights), ("", None))
     if scheme not in SCHEMES or SCHEMES[scheme].refused:
         return None
     keys: dict[str, Any] = {"quantization_aware_training": scheme}
-    keys["qat_group_size"] = quantizer.get("groupsize") or qat.get("group_size") or usual
-    after = theirs.get("fake_quant_after_n_steps") or qat.get("fake_quant_after_n_steps")
-    return keys | ({"fake_quant_after_n_steps": after} if after else {})
+    keys["qat_group_size"] = quantizer.get("groupsize") or qat.get("group_size") or usual_group
+    after = settings.get("fake_quant_after_n_steps") or qat.get("fake_quant_after_n_steps")
+    if after:
+        keys["fake_quant_after_n_steps"] = after
+    return keys
 
 
-def adapt_rounding(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """Quantization-aware training, and where the same torchao rounds other layers there."""
-    keys = find_rounding(theirs)
+def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds quantization-aware training, and where the same torchao rounds other layers there."""
+    keys = find_rounding(settings)
     if keys is None:
         return
-    found.recipe |= keys
-    key = "qat" if "qat" in theirs else "quantizer"
-    found.add_difference(key, theirs[key], HEAD_ROUNDED)
-    if theirs.get("adapter") or "lora" in str(read_section(theirs, "model").get("_component_")) or theirs.get("peft"):
-        found.add_difference(key, theirs[key], ADAPTER_APART)
+    conversion.recipe |= keys
+    key = "qat" if "qat" in settings else "quantizer"
+    conversion.add_difference(key, settings[key], HEAD_ROUNDED)
+    component = str(read_section(settings, "model").get("_component_"))
+    if settings.get("adapter") or settings.get("peft") or "lora" in component:
+        conversion.add_difference(key, settings[key], ADAPTER_APART)

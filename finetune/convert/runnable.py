@@ -1,26 +1,24 @@
 """What converts must run: the recipe is judged by the rules of a run, and changed to what would run."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
-from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import ModelFacts, find_linear_layers, read_family_source, read_model_facts, with_recipe_keys
 from finetune.config.families import find_family
-from finetune.config.layout import DIVISIONS, GROUP_KEYS, Fp8
+from finetune.config.layout import DIVISIONS, Fp8, Sharding
 from finetune.config.module_names import find_expert_layers
-from finetune.config.other_tools import Tool
 from finetune.config.reader import read_recipe
 from finetune.config.rule import Problem
-from finetune.config.schema import recipe_keys
+from finetune.config.schema import NESTED, recipe_keys
 from finetune.convert.model_names import guess_family
-from finetune.convert.rules import Conversion, read_section
+from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
 
@@ -41,319 +39,184 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 # In transformers' source, but not in the published models, whose queries come out of a latent.
 ABSENT: Mapping[str, tuple[str, ...]] = {"glm4_moe_lite": ("q_proj",)}
 MOST_CHANGES = 12
-SAME_LOSS = ("attn_implementation", "torch_compile", "use_liger_kernel", "expert_parallel_size", "activation_offload",
-             "pipeline_parallel_size",
-             "activation_checkpointing_keeps", "async_save", "optim_in_backward")  # fmt: skip
+SOME_NAME = "some/name"
+SAME_LOSS = (
+    "attn_implementation",
+    "torch_compile",
+    "use_liger_kernel",
+    "expert_parallel_size",
+    "activation_offload",
+    "pipeline_parallel_size",
+    "activation_checkpointing_keeps",
+    "async_save",
+    "optim_in_backward",
+)
 NO_CONV1D = "the family's layers are transformers' Conv1D, which get no adapters here"
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
 
 
-def make_runnable(found: Conversion) -> None:
+def make_runnable(conversion: Conversion) -> None:
     """Changes what no run of the recipe would take, a line for each; what nothing resolves is left to do."""
-    facts = find_facts(found.recipe)
-    if facts is not None and found.images:
+    facts = find_facts(conversion.recipe)
+    if facts is not None and conversion.images:
         facts = replace(facts, vision=True)
     if facts is not None and read_family_source(facts.model_type):
-        if found.recipe.pop("trust_remote_code", None):
-            found.remarks.append(
-                f"trust_remote_code is dropped: transformers has the code of {facts.model_type} itself"
-            )
-        if facts.family.sinks and found.recipe.get("attn_implementation") == "sdpa":
-            del found.recipe["attn_implementation"]
-            found.remarks.append(
-                f"attn_implementation: sdpa is dropped: transformers' {facts.model_type} has sinks, which it does not "
-                "compute"
-            )
-        _rename_targets(found, facts)
+        _fit_family(conversion, facts)
+    fixable = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
     for _ in range(MOST_CHANGES):
-        problems = judge(found, facts)
-        known = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
-        change = next((problem for problem in problems if problem.fix and problem.fix.keys() <= known), None)
+        problems = judge(conversion, facts)
+        change = next((problem for problem in problems if problem.fix and problem.fix.keys() <= fixable), None)
         if change is None:
-            found.to_do += [_say(problem, found) for problem in problems]
+            conversion.to_do += [_say(problem, conversion) for problem in problems]
             return
-        _change(change, found)
+        _change(change, conversion)
+
+
+def _fit_family(conversion: Conversion, facts: ModelFacts) -> None:
+    """Drops what the code of the family makes needless or does not have, and names its layers."""
+    recipe = conversion.recipe
+    family = facts.model_type
+    if recipe.pop("trust_remote_code", None):
+        conversion.remarks.append(f"trust_remote_code is dropped: transformers has the code of {family} itself")
+    if facts.family.sinks and recipe.get("attn_implementation") == "sdpa":
+        del recipe["attn_implementation"]
+        reason = f"transformers' {family} has sinks, which it does not compute"
+        conversion.remarks.append(f"attn_implementation: sdpa is dropped: {reason}")
+    _rename_targets(conversion, facts)
 
 
 def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
-    """The facts of a recipe's model, from its config.json if at hand, else from what its name says."""
+    """Reads the facts of a recipe's model from its config.json if at hand, else from what its name says."""
     name = str(recipe.get("model_name_or_path"))
     path = Path(name).expanduser() / "config.json"
     try:
         config = read_json_object(path)
         config = config.get("text_config") or config
-        guessed = config.get("model_type") or guess_family(name)
-        if guessed is None:
+        model_type = config.get("model_type") or guess_family(name)
+        if model_type is None:
             return None
-        family = find_family(guessed)
-        assumed = SIZES | {"model_type": guessed} | ({"num_experts": 1 << 7} if family.mixture else {})
+        assumed = SIZES | {"model_type": model_type}
+        if find_family(model_type).mixture:
+            assumed["num_experts"] = 1 << 7
         return read_model_facts(config or assumed, name)
     except (AttributeError, UserError):
         return None  # a run says what is wrong with it
 
 
-def judge(found: Conversion, facts: ModelFacts | None) -> list[Problem]:
-    """What a run would refuse, by its rules. A file that is missing here may be there where it is trained."""
-    known, recipe = recipe_keys(), found.recipe
-    values: dict[str, Any] = {
-        key: "some/name" if known[key].is_file_or_name and key != "accelerate_config" and value else value
-        for key, value in recipe.items()
-    }
-    for key in values.keys() & {"datasets", "eval_datasets"}:
-        values[key] = [entry | {"path": "some/name"} for entry in recipe[key]]
+def judge(conversion: Conversion, facts: ModelFacts | None) -> list[Problem]:
+    """Lists what a run would refuse, by its rules. A file that is missing here may be there where it is trained."""
+    values = {key: _hide_path(key, value) for key, value in conversion.recipe.items()}
     try:
         read = read_recipe(None, [f"{key}={json.dumps(value)}" for key, value in values.items()])
         layout = with_recipe_keys(read_sharding(None, read.run.accelerate_config, {}), read)
     except UserError:
         return []  # the reader says what is wrong
-    file = yaml.safe_load(found.accelerate_file or "{}")
-    mesh, precision = file.get("parallelism_config", {}), file.get("mixed_precision", layout.mixed_precision)
+    layout = _lay_out(layout, conversion.accelerate_file)
+    ranks = layout.ranks_per_batch
+    if ranks == 1:
+        ranks = max(1 if layout.layout == "single" else 2, layout.expert_parallel_size)
+    problems = find_problems(read, layout, facts, ranks, images=conversion.images)
+    return [problem for problem in problems if not problem.is_note]
+
+
+def _hide_path(key: str, value: Any) -> Any:
+    """Puts a name that may be anywhere in place of a path."""
+    if key in NESTED:
+        return [entry | {"path": SOME_NAME} for entry in value]
+    if recipe_keys()[key].is_file_or_name and key != "accelerate_config" and value:
+        return SOME_NAME
+    return value
+
+
+def _lay_out(layout: Sharding, accelerate_file: str | None) -> Sharding:
+    """Returns the layout of a shipped Accelerate file with what the file that is written changes of it."""
+    file = yaml.safe_load(accelerate_file or "{}")
+    mesh = file.get("parallelism_config", {})
     sizes = {name: mesh.get(f"parallelism_config_{key}", 1) for key, (name, _) in DIVISIONS.items()}
-    layout = replace(
+    precision = file.get("mixed_precision", layout.mixed_precision)
+    is_fp8 = precision == "fp8"
+    return replace(
         layout,
-        mixed_precision="bf16" if precision == "fp8" else precision,
-        fp8=Fp8() if precision == "fp8" else None,
+        mixed_precision="bf16" if is_fp8 else precision,
+        fp8=Fp8() if is_fp8 else None,
         strategy="FULL_SHARD" if layout.strategy == "HYBRID_SHARD" else layout.strategy,  # whose sizes are an example
         replicate_size=None,
         shard_size=None,
         **sizes,
     )
-    least = 1 if layout.layout == "single" else 2
-    ranks = layout.ranks_per_batch if layout.ranks_per_batch > 1 else max(least, layout.expert_parallel_size)
-    return [
-        problem for problem in find_problems(read, layout, facts, ranks, images=found.images) if not problem.is_note
-    ]
 
 
-def _change(problem: Problem, found: Conversion) -> None:
+def _change(problem: Problem, conversion: Conversion) -> None:
     """Sets what resolves a problem, and says so."""
-    keys, file = recipe_keys(), yaml.safe_load(found.accelerate_file or "{}")
-    fix = problem.fix or {}
-    changed = {
-        key: value for key, value in fix.items() if key not in keys or found.recipe.get(key, keys[key].default) != value
-    }
-    for key, value in changed.items():
+    keys = recipe_keys()
+    recipe = conversion.recipe
+    changed = {}
+    for key, value in (problem.fix or {}).items():
         if key not in keys:
-            in_file = file if key == "mixed_precision" else file.get("parallelism_config", {})
-            in_file[key if in_file is file else f"parallelism_config_{key}"] = value
-            found.accelerate_file = yaml.safe_dump(file, sort_keys=False)
+            _change_file(key, value, conversion)
+        elif recipe.get(key, keys[key].default) == value:
+            continue
         elif value == keys[key].default:
-            found.recipe.pop(key, None)
+            recipe.pop(key, None)
         else:
-            found.recipe[key] = value
+            recipe[key] = value
+        changed[key] = value
     made = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items())
-    line = f"{made}   ({_say(problem, found).rpartition('; ')[0] or _say(problem, found)})"
-    (found.remarks if changed.keys() <= {*SAME_LOSS} else found.differences).append(line)
+    sentence = _say(problem, conversion)
+    line = f"{made}   ({sentence.rpartition('; ')[0] or sentence})"
+    lines = conversion.remarks if changed.keys() <= {*SAME_LOSS} else conversion.differences
+    lines.append(line)
 
 
-def _say(problem: Problem, found: Conversion) -> str:
-    return problem.sentence.replace("some/name", str(found.recipe.get("model_name_or_path")))
+def _change_file(key: str, value: Any, conversion: Conversion) -> None:
+    """Changes a key of the Accelerate file that is written beside the recipe."""
+    file = yaml.safe_load(conversion.accelerate_file or "{}")
+    if key == "mixed_precision":
+        file[key] = value
+    else:
+        file.get("parallelism_config", {})[f"parallelism_config_{key}"] = value
+    conversion.accelerate_file = yaml.safe_dump(file, sort_keys=False)
 
 
-def _rename_targets(found: Conversion, facts: ModelFacts) -> None:
-    """The family's names for the adapted layers. A name that it does not have adapts nothing in the other tools."""
-    targets = found.recipe.get("lora_target_modules")
-    layers = find_linear_layers(facts.model_type).difference(ABSENT.get(facts.model_type, ()))
-    if targets == "all-linear" and (left_out := facts.family.unadaptable):
-        found.differences.append(
-            f"lora_target_modules: {left_out[-1]} of {facts.model_type} gets no adapter here: peft has none for it"
-        )
+def _say(problem: Problem, conversion: Conversion) -> str:
+    return problem.sentence.replace(SOME_NAME, str(conversion.recipe.get("model_name_or_path")))
+
+
+def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
+    """Names the adapted layers as the family does. A name that it does not have adapts nothing in the other tools."""
+    family = facts.model_type
+    targets = conversion.recipe.get("lora_target_modules")
+    layers = find_linear_layers(family).difference(ABSENT.get(family, ()))
+    unadaptable = facts.family.unadaptable
+    if targets == "all-linear" and unadaptable:
+        note = f"{unadaptable[-1]} of {family} gets no adapter here: peft has none for it"
+        conversion.differences.append(f"lora_target_modules: {note}")
         return
-    if targets and not layers and read_family_source(facts.model_type):
-        found.add_difference("lora_target_modules", targets, NO_CONV1D, "LoRA on transformers' Conv1D layers")
+    if targets and not layers and read_family_source(family):
+        conversion.add_difference("lora_target_modules", targets, NO_CONV1D, "LoRA on transformers' Conv1D layers")
     if not isinstance(targets, list) or not layers:
         return
-    known = layers | find_expert_layers(facts.model_type).keys()  # which a run renames
+    known = layers | find_expert_layers(family).keys()  # which a run renames
     missing = [name for name in targets if name.rpartition(".")[2] not in known]
     others = [name for name in targets if name not in missing]
-    if not missing or (others and found.tool != "torchtune"):  # whose own models have the layers of a Llama
-        found.recipe["lora_target_modules"] = others or targets
-        found.remarks += [f"lora_target_modules: {', '.join(missing)}: {NO_LAYER}"] if missing else []
+    if missing and (not others or conversion.tool == "torchtune"):  # whose own models have the layers of a Llama
+        _name_fused_layers(missing, others, layers, conversion)
         return
-    fused = [next((other for other in OTHER_NAMES.get(name, ()) if other in layers), None) for name in missing]
-    found.recipe["lora_target_modules"] = list(dict.fromkeys([*others, *filter(None, fused)])) or targets
-    if any(fused):
-        line = (
-            f"adapters of {', '.join(filter(None, dict.fromkeys(fused)))} here, the family's layers for "
-            f"{', '.join(missing)}"
-        )
-        found.differences.append(f"lora_target_modules: {line}")
+    conversion.recipe["lora_target_modules"] = others or targets
+    if missing:
+        conversion.remarks.append(f"lora_target_modules: {', '.join(missing)}: {NO_LAYER}")
 
 
-Precision = Literal["no", "bf16", "fp16"]
-Sharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
-COMMAND = re.compile(r"tune run (?:--\S+[ =]\S+ )*(\w\S*)")  # in the comments of torchtune's files
-FILES: Mapping[Sharding, str] = {
-    "full": "fsdp_full_shard_auto",
-    "grad_op": "fsdp_shard_grad_op",
-    "offload": "fsdp_cpu_offload",
-    "hybrid": "fsdp_hybrid_shard",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What a file says of sharding, precision and memory; `precision` as Accelerate's mixed_precision."""
-
-    sharding: Sharding
-    precision: Precision
-    checkpointing: bool
-    pure_bf16: bool = False  # parameters in bf16 too
-    keeps_fp32: bool = False  # in float32, whatever dtype they are loaded in
-    tensors: int = 1  # ranks that divide a layer's matrices
-    sequences: int = 1  # ranks that divide a row's tokens
-    fp8: str = ""  # torchao's recipe, where linear layers multiply in FP8, the rest in `precision`
-
-    @property
-    def file(self) -> str | None:
-        """A shipped Accelerate file; None if a run without accelerate_config is the same (fp32, DDP or one process)."""
-        if self.sharding == "none":
-            return None if self.precision == "no" else "ddp_checkpointing" if self.checkpointing else "ddp"
-        return FILES[self.sharding]
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        """What their file asks for beside the shipped file, by Accelerate's keys; empty if nothing."""
-        if self.file is None:
-            return {}
-        precision: dict[str, Any] = {} if self.precision == "bf16" else {"mixed_precision": self.precision}
-        if self.fp8:
-            precision = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "recipe_name": self.fp8}}
-        sizes = zip(GROUP_KEYS, (self.tensors, self.sequences), strict=False)
-        mesh = {f"parallelism_config_{key}": size for key, size in sizes if size > 1}
-        return precision | ({"parallelism_config": {"parallelism_config_dp_shard_size": 1} | mesh} if mesh else {})
-
-    def remarks(self) -> Iterator[str]:
-        """What the user must still set in the Accelerate file for their machine, one sentence each."""
-        if self.sharding == "hybrid":
-            yield "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to yours"
-        elif "parallelism_config" in self.changes:
-            yield (
-                "parallelism_config_dp_shard_size: 1 in the Accelerate file is for one group of ranks; set it to "
-                "the number of groups"
-            )
-
-
-def write_accelerate(layout: Layout) -> str | None:
-    """The text of the Accelerate file that `layout` needs; None where the shipped file is that.
-
-    >>> print(write_accelerate(Layout("none", "fp16", checkpointing=False)), end="")
-    compute_environment: LOCAL_MACHINE
-    distributed_type: MULTI_GPU
-    mixed_precision: fp16
-    """
-    if not layout.changes:
-        return None
-    shipped = yaml.safe_load((ACCELERATE_CONFIGS / f"{layout.file}.yaml").read_text(encoding="utf-8"))
-    return yaml.safe_dump(shipped | layout.changes, sort_keys=False)
-
-
-def read_layout(tool: Tool, theirs: Mapping[str, Any], text: str) -> Layout:
-    """The layout of their file; `text` is the file with its comments, in which torchtune names the recipe."""
-    if tool == "torchtune":
-        layout = _torchtune(theirs, text)
-    else:
-        layout = _automodel(theirs) if tool == "Automodel" else _trainer(tool, theirs)
-    layout = replace(layout, fp8=_fp8(theirs) if layout.precision == "bf16" else "")
-    if layout.tensors * layout.sequences > 1 and layout.sharding == "none":
-        layout = replace(layout, sharding="full")  # groups of ranks are FSDP2's
-    return layout
-
-
-def _fp8(theirs: Mapping[str, Any]) -> str:
-    """torchao's FP8 recipe, by default one scale for each tensor; empty if they multiply in their compute dtype."""
-    section = read_section(theirs, "fp8")
-    asks = section.get("enabled", bool(section)) if section else theirs.get("fp8") or theirs.get("enable_fp8_training")
-    return str(section.get("recipe_name") or theirs.get("fp8_recipe_name") or "tensorwise") if asks else ""
-
-
-def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:
-    """Files of Trainer's vocabulary: Axolotl's, LLaMA-Factory's, TRL's."""
-    asks_fp16 = theirs.get("fp16") is True or theirs.get("float16") is True
-    half = theirs.get("bf16") or theirs.get("bfloat16") or theirs.get("pure_bf16")
-    half = half or (tool == "TRL" and "bf16" not in theirs and not asks_fp16)  # SFTConfig's default
-    sharding = _sharding(theirs.get("fsdp"), theirs.get("fsdp_config"), theirs.get("deepspeed"))
-    if sharding == "none" and ("fsdp_version" in theirs or _size(theirs.get("dp_shard_size")) > 1):
-        sharding = "full"
-    if tool == "TRL" and sharding == "none":
-        sharding = "full"  # set in the Accelerate file of the launch, as here
-    if _size(theirs.get("dp_replicate_size")) > 1 and sharding != "none":
-        sharding = "hybrid"
-    inner = _plain(read_section(theirs, "fsdp_config"))
-    checkpointing = bool(theirs.get("gradient_checkpointing", tool != "Axolotl")) or bool(
-        inner.get("activation_checkpointing")
-    )
-    if theirs.get("disable_gradient_checkpointing"):
-        checkpointing = False
-    pure = theirs.get("pure_bf16") is True or (
-        tool == "Axolotl" and bool(half) and (sharding == "none" or theirs.get("bf16") == "full")
-    )
-    tensors, sequences = (_size(theirs.get(f"{kind}_parallel_size")) for kind in ("tensor", "context"))
-    sequences = max(sequences, _size(theirs.get("sequence_parallel_degree")))  # Axolotl's older name
-    precision: Precision = "bf16" if half else "fp16" if asks_fp16 else "no"
-    keeps_fp32 = sharding != "none" and precision != "no" and not pure
-    return Layout(sharding, precision, checkpointing, pure, keeps_fp32, tensors, sequences)
-
-
-def _sharding(fsdp: Any, config: Any, deepspeed: Any) -> Sharding:
-    stage = str(deepspeed or "").lower()
-    if "z0" in stage or "zero0" in stage:
-        return "none"
-    if stage:
-        if "offload" in stage:
-            return "offload"
-        return "full" if any(mark in stage for mark in ("z3", "zero3", "zero_3", "'stage': 3")) else "grad_op"
-    options = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "")
-    inner = _plain(config) if isinstance(config, dict) else {}
-    if not options and not inner:
-        return "none"
-    strategy = str(inner.get("sharding_strategy", "")).upper()
-    if "offload" in options or inner.get("offload_params") is True:
-        return "offload"
-    if "HYBRID" in strategy or "hybrid" in options:
-        return "hybrid"
-    keeps = inner.get("reshard_after_forward") is False or strategy == "SHARD_GRAD_OP" or "shard_grad_op" in options
-    return "none" if strategy == "NO_SHARD" else "grad_op" if keeps else "full"
-
-
-def _torchtune(theirs: Mapping[str, Any], text: str) -> Layout:
-    command = COMMAND.search(text)
-    offloads = theirs.get("fsdp_cpu_offload") or read_section(theirs, "fsdp").get("cpu_offload")
-    is_single = command is not None and command[1].endswith("single_device")
-    sharding: Sharding = "none" if is_single else "offload" if offloads else "full"
-    if sharding == "full" and theirs.get("fsdp_reshard_after_forward") is False:
-        sharding = "grad_op"
-    if sharding == "full" and _size(theirs.get("data_parallel_replicate_dim")) > 1:
-        sharding = "hybrid"
-    dtype = str(theirs.get("dtype", "bf16"))
-    precision: Precision = "bf16" if dtype == "bf16" else "fp16" if dtype == "fp16" else "no"
-    tensors, sequences = (_size(theirs.get(f"{kind}_parallel_dim")) for kind in ("tensor", "context"))
-    checkpointing = bool(theirs.get("enable_activation_checkpointing"))
-    return Layout(sharding, precision, checkpointing, precision == "bf16", tensors=tensors, sequences=sequences)
-
-
-def _automodel(theirs: Mapping[str, Any]) -> Layout:
-    distributed = read_section(theirs, "distributed")
-    dtype = str(read_section(theirs, "model").get("torch_dtype", "auto"))
-    sharding: Sharding = "full"
-    if distributed.get("strategy") == "ddp":
-        sharding = "none"
-    elif "CPUOffload" in str(distributed.get("offload_policy")):
-        sharding = "offload"
-    elif _size(distributed.get("dp_replicate_size")) > 1:
-        sharding = "hybrid"
-    elif distributed.get("reshard_after_forward") is False:
-        sharding = "grad_op"
-    tensors, sequences = (_size(distributed.get(f"{kind}_size")) for kind in ("tp", "cp"))
-    checkpointing = bool(distributed.get("activation_checkpointing"))
-    pure = "32" not in dtype and not read_section(theirs, "optimizer").get("master_weights")
-    return Layout(sharding, "bf16", checkpointing, pure, keeps_fp32=not pure, tensors=tensors, sequences=sequences)
-
-
-def _plain(config: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
-
-
-def _size(value: Any) -> int:
-    """The ranks in a dimension; 1 where the file does not say."""
-    return value if isinstance(value, int) and value > 1 else 1
+def _name_fused_layers(
+    missing: Sequence[str], others: Sequence[str], layers: Collection[str], conversion: Conversion
+) -> None:
+    """Names the layers into which the family fuses those that it does not have."""
+    fused: dict[str, None] = {}
+    for name in missing:
+        fused |= dict.fromkeys([other for other in OTHER_NAMES.get(name, ()) if other in layers][:1])
+    if fused:
+        conversion.recipe["lora_target_modules"] = list(dict.fromkeys([*others, *fused]))
+        line = f"adapters of {', '.join(fused)} here, the family's layers for {', '.join(missing)}"
+        conversion.differences.append(f"lora_target_modules: {line}")
+    elif others:
+        conversion.recipe["lora_target_modules"] = list(dict.fromkeys(others))

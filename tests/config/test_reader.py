@@ -7,20 +7,9 @@ from pathlib import Path
 import pytest
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.other_tools import MEANT
-from finetune.config.reader import (
-    RECIPES,
-    explain_unknown,
-    foreign_names,
-    keys_without_counterpart,
-    read_recipe,
-    to_dict,
-    write_recipe,
-)
-from finetune.config.schema import recipe_keys
+from finetune.config.reader import RECIPES, read_recipe, to_dict, write_recipe
 from finetune.errors import UserError
 from finetune.training.callbacks import list_trackers
-from tests.ranks import ROOT
 
 GOOD = "model_name_or_path: some/model\ndatasets:\n  - path: some/data\n"
 
@@ -383,68 +372,6 @@ def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
         read_sharding(str(tmp_path), None, {})
     with pytest.raises(UserError, match=r"^the name of an Accelerate config is empty; give a path, or a name of"):
         read_sharding("", None, {})
-
-
-def test_other_tools_names_mean_keys_that_there_are() -> None:
-    for whose, ours in foreign_names().values():
-        assert ours.partition(" ")[0].rstrip(":") in recipe_keys(), (whose, ours)
-    assert not foreign_names().keys() & recipe_keys().keys()
-    assert not keys_without_counterpart().keys() & recipe_keys().keys()
-    for key in ("precompute_ref_log_probs", "ref_model"):
-        assert "the reference is the model before training: its adapters" in keys_without_counterpart()[key][1]
-
-
-# The arguments of Unsloth's FastLanguageModel.from_pretrained and get_peft_model, FastVisionModel's included.
-UNSLOTH = """
-    model_name max_seq_length full_finetuning fast_inference gpu_memory_utilization max_lora_rank token load_in_16bit r
-    target_modules bias use_gradient_checkpointing random_state loftq_config finetune_vision_layers
-    finetune_language_layers finetune_attention_modules finetune_mlp_modules target_parameters train_on_responses_only
-    instruction_part response_part embedding_learning_rate
-""".split()  # noqa: SIM905
-
-
-def test_a_name_that_is_meant_names_a_key_that_there_is_and_hides_none() -> None:
-    known = recipe_keys()
-    for name, (ours, _) in MEANT.items():
-        assert name not in known and (not ours or ours in known), (name, ours)
-    for name in UNSLOTH:
-        meant, sentence = explain_unknown(name, known)
-        assert "did you mean" not in sentence and "docs/recipes.md lists them" not in sentence, sentence
-        assert meant == name or meant in known
-
-
-PEER_CONFIGS = ROOT.parent / "shared" / "peer_configs"
-ITS_FILES = {
-    "axolotl": "an Axolotl",
-    "llama_factory": "a LLaMA-Factory",
-    "torchtune": "a torchtune",
-    "automodel": "an Automodel",
-    "alignment_handbook": "a TRL",
-}
-
-
-@pytest.mark.parametrize("folder", ITS_FILES)
-def test_a_file_of_another_tool_is_named_in_one_line_with_the_command_that_converts_it(folder: str) -> None:
-    files = sorted((PEER_CONFIGS / folder).glob("*.y*ml"))
-    if not files:
-        pytest.skip("needs the published files of other tools")
-    others = []
-    for file in files:
-        with pytest.raises(UserError) as error:
-            read_recipe(str(file))
-        said = f"{file}: is {ITS_FILES[folder]} file, not a recipe; write one from it with `finetune convert {file} "
-        if str(error.value) != said + "--output my_recipe.yaml`":
-            others.append(str(error.value))
-    others = [said for said in others if "this is an Accelerate config" not in said]
-    assert len(others) <= 1, others  # a file for the cloud, and one for merging, which train nothing
-
-
-def test_a_recipe_with_some_of_another_tools_names_is_still_a_recipe(problems: Callable[..., list[str]]) -> None:
-    said = problems(GOOD + "sequence_len: 9\nnum_epochs: 2")
-    assert said == [
-        "F:4: sequence_len: Axolotl's name; here it is max_length",
-        "F:5: num_epochs: Axolotl's name; here it is num_train_epochs",
-    ]
 
 
 @pytest.mark.parametrize("ending", ["\n", ""])

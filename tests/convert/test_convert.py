@@ -1,21 +1,24 @@
 """`finetune convert` on files as each tool's own documentation shows them, and the tables behind it."""
 
+import csv
 import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.other_tools import TOOLS, Tool
-from finetune.config.reader import foreign_names, read_recipe
-from finetune.config.schema import recipe_keys
+from finetune.config.keys import keys_of
+from finetune.config.reader import read_recipe
+from finetune.config.schema import DatasetSource, recipe_keys
+from finetune.convert import counterparts
 from finetune.convert.conversion import EXIT_TO_DO, convert_file, read_back
+from finetune.convert.counterparts import DATA_SET_KEYS, GRPO, KEYS, TOOL_NAMES, Carry, Tool, list_counterparts
 from finetune.convert.model_names import TEMPLATES, guess_family
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError
@@ -412,12 +415,27 @@ def test_what_is_nobodys_file_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_every_counterpart_is_a_key_of_ours_and_named_once() -> None:
-    for tool, pairs in TOOLS.items():
-        names = [pair.theirs for pair in pairs]
+    for tool in TOOL_NAMES:
+        pairs = list_counterparts(tool)
+        names = [pair.key for pair in pairs]
         assert len(names) == len(set(names)), (tool, sorted(name for name in names if names.count(name) > 1))
         assert {pair.ours for pair in pairs} - {None} <= recipe_keys().keys()
         assert all(pair.note for pair in pairs if pair.ours is None)
-    assert {"base_model", "cutoff_len", "lr", "torch_dtype"} <= foreign_names().keys()
+        of_entries = list_counterparts(tool, DATA_SET_KEYS)
+        assert {pair.ours for pair in of_entries} - {None} <= keys_of(DatasetSource).keys() | {"chat_template"}
+
+
+@pytest.mark.parametrize("table", [KEYS, DATA_SET_KEYS])
+def test_every_row_of_the_tables_is_read(table: str) -> None:
+    """A misspelled tool, way of carrying or status would drop its row, or be ignored."""
+    with (Path(counterparts.__file__).parent / table).open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    named = [(tool, row["key"]) for row in rows for tool in row["tools"].split()]
+    read = [(tool, pair.key) for tool in (*TOOL_NAMES, GRPO) for pair in list_counterparts(tool, table)]
+    assert sorted(named) == sorted(read)
+    assert {row["carry"] for row in rows} <= {"", *get_args(Carry)}
+    assert all(row["status"] in ("", "nearly", "ignored") or row["status"].startswith("lacks ") for row in rows)
+    assert not any(row["ours"] and row["status"] not in ("", "nearly") for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -916,7 +934,11 @@ ODD = ("auto", [1], {"a": 1}, True, float("nan"), None, 0, -1)
 def test_an_odd_value_is_converted_or_one_sentence(tmp_path: Path, theirs: str, tool: Tool) -> None:
     """Each key with one of the odd values in turn, keys of numbers with each of them."""
     path = tmp_path / "theirs.yaml"
-    keys = [(pair.theirs.split("."), pair.carry in ("steps", "min-rate")) for pair in TOOLS[tool] if pair.has_effect]
+    keys = [
+        (pair.key.split("."), pair.carry in ("steps", "min-rate"))
+        for pair in list_counterparts(tool)
+        if pair.has_effect
+    ]
     for i, (names, is_number) in enumerate(keys):
         for value in ODD if is_number else ODD[i % len(ODD) :][:1]:
             file = section = yaml.safe_load(theirs)
@@ -1344,3 +1366,21 @@ def test_a_hybrid_is_refused_only_where_its_code_is_its_own(converted: Convert, 
         assert converted(theirs)[0]["model_name_or_path"] == name
     theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "nvidia/Nemotron-Flash-1B")
     assert "hybrid or linear attention: not supported" in refused(theirs, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (AUTOMODEL + "method: 500\n", "not converted; the recipe would be wrong: the recipe: method: 500 does not fit"),
+        (AXOLOTL + "optim: ours\n", 'not converted; the recipe would be wrong: the recipe: optim: "ours" does not fit'),
+        (TORCHTUNE.replace("source: org/pairs", "data_files: []"), "names no source; set it to a file or hub name"),
+    ],
+)
+def test_our_own_key_with_a_value_that_is_none_and_a_data_set_of_no_file_are_one_sentence(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "theirs.yaml"
+    source.write_text(text)
+    assert main(["convert", str(source)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and said in lines[0], lines

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.config.other_tools import TOOLS, TRL_ONLINE
 from finetune.config.schema import recipe_keys
 from finetune.convert.conversion import convert_file
+from finetune.convert.counterparts import GRPO, list_counterparts
 from finetune.convert.recognize import Refusal
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
@@ -123,7 +123,7 @@ def test_what_has_no_loss_here_is_refused_by_name(text: str, cause: str, tmp_pat
 @pytest.mark.slow
 def test_every_key_of_trls_own_trainer_is_known() -> None:
     config = pytest.importorskip("trl.trainer.grpo_config")
-    known = {pair.theirs for pair in TOOLS["TRL"] + TRL_ONLINE} | recipe_keys().keys()
+    known = {pair.key for pair in list_counterparts("TRL") + list_counterparts(GRPO)} | recipe_keys().keys()
     listed = {"max_tool_calling_iterations", "chat_template_kwargs", "model_init_kwargs"}  # as not known here
     own = config.GRPOConfig.__annotations__.keys()
     assert own - known == listed

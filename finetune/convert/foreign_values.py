@@ -17,13 +17,13 @@ class WrongValue(UserError):
 
 
 def shorten(value: Any) -> str:
-    """A value of theirs as JSON, cut at 60 characters."""
+    """Shows a value as JSON, cut at 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def convert_number(value: Any) -> Any:
-    """Numbers that YAML 1.1 reads as text (2e-5).
+    """Converts numbers that YAML 1.1 reads as text (2e-5); leaves other values as they are.
 
     >>> convert_number("2e-5"), convert_number("auto")
     (2e-05, 'auto')
@@ -37,7 +37,7 @@ def convert_number(value: Any) -> Any:
 
 
 def read_number(key: str, value: Any, example: str, least: float = -math.inf) -> Any:
-    """The number, of at least `least`, under their `key`. Raises `WrongValue` for any other value.
+    """Reads the number of at least `least` under a key. Raises `WrongValue` for any other value.
 
     >>> read_number("save_steps", "500", "100"), read_number("min_lr", 0, "1e-6")
     (500.0, 0)

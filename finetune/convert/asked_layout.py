@@ -1,0 +1,237 @@
+"""The sharding, precision and memory that a file asks for, as an Accelerate file of ours."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import yaml
+
+from finetune.config.accelerate_file import ACCELERATE_CONFIGS
+from finetune.config.layout import GROUP_KEYS
+from finetune.convert.counterparts import Tool, ToolFile
+from finetune.convert.rules import read_section
+
+Precision = Literal["no", "bf16", "fp16"]
+AskedSharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
+COMMAND = re.compile(r"tune run (?:--\S+[ =]\S+ )*(\w\S*)")  # in the comments of torchtune's files
+FILES: Mapping[AskedSharding, str] = {
+    "full": "fsdp_full_shard_auto",
+    "grad_op": "fsdp_shard_grad_op",
+    "offload": "fsdp_cpu_offload",
+    "hybrid": "fsdp_hybrid_shard",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AskedLayout:
+    """What a file asks for; `precision` is Accelerate's mixed_precision."""
+
+    sharding: AskedSharding
+    precision: Precision
+    checkpointing: bool
+    pure_bf16: bool = False  # parameters in bf16 too
+    keeps_fp32: bool = False  # in float32, whatever dtype they are loaded in
+    tensors: int = 1  # ranks that shard a layer's matrices
+    sequences: int = 1  # ranks that shard a row's tokens
+    fp8: str = ""  # torchao's recipe, where linear layers multiply in FP8, the rest in `precision`
+
+    @property
+    def file(self) -> str | None:
+        """A shipped Accelerate file; None if a run without accelerate_config is the same (fp32, DDP or one process)."""
+        if self.sharding != "none":
+            return FILES[self.sharding]
+        if self.precision == "no":
+            return None
+        return "ddp_checkpointing" if self.checkpointing else "ddp"
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What the file asks for beside the shipped file, by Accelerate's keys; empty if nothing."""
+        if self.file is None:
+            return {}
+        changes: dict[str, Any] = {}
+        if self.fp8:
+            changes = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "recipe_name": self.fp8}}
+        elif self.precision != "bf16":
+            changes = {"mixed_precision": self.precision}
+        sizes = zip(GROUP_KEYS, (self.tensors, self.sequences), strict=False)
+        mesh = {f"parallelism_config_{key}": size for key, size in sizes if size > 1}
+        if mesh:
+            changes["parallelism_config"] = {"parallelism_config_dp_shard_size": 1} | mesh
+        return changes
+
+    def remarks(self) -> Iterator[str]:
+        """Yields what the user must still set in the Accelerate file for their machine, one sentence each."""
+        if self.sharding == "hybrid":
+            yield "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to yours"
+        elif "parallelism_config" in self.changes:
+            yield (
+                "parallelism_config_dp_shard_size: 1 in the Accelerate file is for one group of ranks; set it to "
+                "the number of groups"
+            )
+
+
+def write_accelerate(layout: AskedLayout) -> str | None:
+    """Returns the text of the Accelerate file that `layout` needs; None where the shipped file is that.
+
+    >>> print(write_accelerate(AskedLayout("none", "fp16", checkpointing=False)), end="")
+    compute_environment: LOCAL_MACHINE
+    distributed_type: MULTI_GPU
+    mixed_precision: fp16
+    """
+    if not layout.changes:
+        return None
+    shipped = yaml.safe_load((ACCELERATE_CONFIGS / f"{layout.file}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_dump(shipped | layout.changes, sort_keys=False)
+
+
+def read_layout(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
+    """Reads the layout of a file; `text` is the file with its comments, in which torchtune names the recipe."""
+    if tool == "torchtune":
+        layout = _read_torchtune(settings, text)
+    elif tool == "Automodel":
+        layout = _read_automodel(settings)
+    else:
+        layout = _read_trainer(tool, settings)
+    layout = replace(layout, fp8=_find_fp8(settings) if layout.precision == "bf16" else "")
+    if layout.tensors * layout.sequences > 1 and layout.sharding == "none":
+        layout = replace(layout, sharding="full")  # groups of ranks are FSDP2's
+    return layout
+
+
+def _find_fp8(settings: ToolFile) -> str:
+    """Returns torchao's FP8 recipe, by default one scale for each tensor; empty where the file asks for none."""
+    section = read_section(settings, "fp8")
+    asks = section.get("enabled", True) if section else settings.get("fp8") or settings.get("enable_fp8_training")
+    if not asks:
+        return ""
+    return str(section.get("recipe_name") or settings.get("fp8_recipe_name") or "tensorwise")
+
+
+def _read_trainer(tool: Tool, settings: ToolFile) -> AskedLayout:
+    """Reads files of Trainer's vocabulary: Axolotl's, LLaMA-Factory's, TRL's."""
+    sharding = _find_sharding(tool, settings)
+    precision = _find_precision(tool, settings)
+    inner = _drop_prefix(read_section(settings, "fsdp_config"))
+    checkpoints = settings.get("gradient_checkpointing", tool != "Axolotl") or inner.get("activation_checkpointing")
+    is_full_bf16 = tool == "Axolotl" and precision == "bf16" and (sharding == "none" or settings.get("bf16") == "full")
+    pure_bf16 = settings.get("pure_bf16") is True or is_full_bf16
+    sequences = (settings.get("context_parallel_size"), settings.get("sequence_parallel_degree"))  # the older name
+    return AskedLayout(
+        sharding,
+        precision,
+        checkpointing=bool(checkpoints) and not settings.get("disable_gradient_checkpointing"),
+        pure_bf16=pure_bf16,
+        keeps_fp32=sharding != "none" and precision != "no" and not pure_bf16,
+        tensors=_read_size(settings.get("tensor_parallel_size")),
+        sequences=max(map(_read_size, sequences)),
+    )
+
+
+def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
+    asks_fp16 = settings.get("fp16") is True or settings.get("float16") is True
+    asks_bf16 = any(settings.get(key) for key in ("bf16", "bfloat16", "pure_bf16"))
+    is_trls_default = tool == "TRL" and "bf16" not in settings and not asks_fp16
+    if asks_bf16 or is_trls_default:
+        return "bf16"
+    return "fp16" if asks_fp16 else "no"
+
+
+def _find_sharding(tool: Tool, settings: ToolFile) -> AskedSharding:
+    deepspeed = str(settings.get("deepspeed") or "").lower()
+    sharding = _read_deepspeed(deepspeed) if deepspeed else _read_fsdp(settings)
+    asks_fsdp2 = "fsdp_version" in settings or _read_size(settings.get("dp_shard_size")) > 1
+    if sharding == "none" and (asks_fsdp2 or tool == "TRL"):  # TRL's is in the Accelerate file of the launch
+        sharding = "full"
+    if _read_size(settings.get("dp_replicate_size")) > 1 and sharding != "none":
+        sharding = "hybrid"
+    return sharding
+
+
+def _read_deepspeed(file: str) -> AskedSharding:
+    """Reads the stage of ZeRO off the name or the text of DeepSpeed's file."""
+    if "z0" in file or "zero0" in file:
+        return "none"
+    if "offload" in file:
+        return "offload"
+    return "full" if any(mark in file for mark in ("z3", "zero3", "zero_3", "'stage': 3")) else "grad_op"
+
+
+def _read_fsdp(settings: ToolFile) -> AskedSharding:
+    fsdp = settings.get("fsdp")
+    options = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "")
+    inner = _drop_prefix(read_section(settings, "fsdp_config"))
+    strategy = str(inner.get("sharding_strategy", "")).upper()
+    if not options and not inner:
+        return "none"
+    if "offload" in options or inner.get("offload_params") is True:
+        return "offload"
+    if "HYBRID" in strategy or "hybrid" in options:
+        return "hybrid"
+    if strategy == "NO_SHARD":
+        return "none"
+    keeps = inner.get("reshard_after_forward") is False or strategy == "SHARD_GRAD_OP" or "shard_grad_op" in options
+    return "grad_op" if keeps else "full"
+
+
+def _read_torchtune(settings: ToolFile, text: str) -> AskedLayout:
+    dtype = str(settings.get("dtype", "bf16"))
+    precision: Precision = "no"
+    if dtype == "bf16":
+        precision = "bf16"
+    elif dtype == "fp16":
+        precision = "fp16"
+    return AskedLayout(
+        _find_torchtune_sharding(settings, text),
+        precision,
+        checkpointing=bool(settings.get("enable_activation_checkpointing")),
+        pure_bf16=precision == "bf16",
+        tensors=_read_size(settings.get("tensor_parallel_dim")),
+        sequences=_read_size(settings.get("context_parallel_dim")),
+    )
+
+
+def _find_torchtune_sharding(settings: ToolFile, text: str) -> AskedSharding:
+    command = COMMAND.search(text)
+    if command is not None and command[1].endswith("single_device"):
+        return "none"
+    if settings.get("fsdp_cpu_offload") or read_section(settings, "fsdp").get("cpu_offload"):
+        return "offload"
+    if settings.get("fsdp_reshard_after_forward") is False:
+        return "grad_op"
+    return "hybrid" if _read_size(settings.get("data_parallel_replicate_dim")) > 1 else "full"
+
+
+def _read_automodel(settings: ToolFile) -> AskedLayout:
+    distributed = read_section(settings, "distributed")
+    dtype = str(read_section(settings, "model").get("torch_dtype", "auto"))
+    is_pure = "32" not in dtype and not read_section(settings, "optimizer").get("master_weights")
+    return AskedLayout(
+        _find_automodel_sharding(distributed),
+        "bf16",
+        checkpointing=bool(distributed.get("activation_checkpointing")),
+        pure_bf16=is_pure,
+        keeps_fp32=not is_pure,
+        tensors=_read_size(distributed.get("tp_size")),
+        sequences=_read_size(distributed.get("cp_size")),
+    )
+
+
+def _find_automodel_sharding(distributed: Mapping[str, Any]) -> AskedSharding:
+    if distributed.get("strategy") == "ddp":
+        return "none"
+    if "CPUOffload" in str(distributed.get("offload_policy")):
+        return "offload"
+    if _read_size(distributed.get("dp_replicate_size")) > 1:
+        return "hybrid"
+    return "grad_op" if distributed.get("reshard_after_forward") is False else "full"
+
+
+def _drop_prefix(config: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
+
+
+def _read_size(value: Any) -> int:
+    """Returns the ranks in a dimension; 1 where the file does not say."""
+    return value if isinstance(value, int) and value > 1 else 1

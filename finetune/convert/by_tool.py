@@ -1,0 +1,159 @@
+"""What only several keys of a tool's file together determine."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.config.optimization import OPTIMIZERS
+from finetune.config.quantization import QLORA
+from finetune.convert.counterparts import NOTES, ToolFile
+from finetune.convert.foreign_values import convert_number
+from finetune.convert.rules import Conversion, convert_targets, read_section
+
+DIONS_MUON = (
+    "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov "
+    "momentum"
+)
+DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
+IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
+NOT_CUT = (None, False, "do_not_truncate")
+MLP_LAYERS = ("w1", "w3", "w2")
+TENTH = "a tenth of the steps, but at most 1000 there"
+SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
+ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
+
+
+def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    """Adds what only several keys together determine; `text` is the file with its comments."""
+    tool = conversion.tool
+    if tool == "Axolotl":
+        _adapt_axolotl(settings, conversion)
+    elif tool == "torchtune":
+        _adapt_torchtune(settings, text, conversion)
+    elif tool == "Automodel":
+        _adapt_automodel(settings, conversion)
+    decays_all = tool in ("torchtune", "Automodel") or settings.get("use_muon")
+    if decays_all and not conversion.recipe.get("use_peft") and conversion.recipe.get("weight_decay"):
+        conversion.remarks.append(ALL_DECAYED)
+
+
+def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    total = settings.get("batch_size")
+    micro = settings.get("micro_batch_size") or 1
+    if isinstance(total, int) and isinstance(micro, int) and "gradient_accumulation_steps" not in settings:
+        recipe["gradient_accumulation_steps"] = max(1, total // micro)
+    epochs = convert_number(settings.get("num_epochs") or 1)
+    for key, ours in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
+        per_epoch = convert_number(settings.get(key))
+        if isinstance(per_epoch, int | float) and isinstance(epochs, int | float) and per_epoch * epochs > 1:
+            recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
+    if settings.get("pretraining_dataset"):
+        recipe["streaming"] = True
+    optim = str(recipe.get("optim"))
+    if optim not in OPTIMIZERS or not OPTIMIZERS[optim].count_matrix:
+        return
+    if "fsdp_config" in settings or settings.get("fsdp"):
+        conversion.add_difference("optimizer", optim, DIONS_MUON)
+    elif not recipe.get("use_peft"):
+        conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    _name_models(settings, text, conversion)
+    _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
+    if read_section(settings, "optimizer"):
+        recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
+    per_epoch = settings.get("max_steps_per_epoch")
+    epochs = settings.get("epochs", 1)
+    if isinstance(per_epoch, int) and isinstance(epochs, int):
+        recipe["max_steps"] = per_epoch * epochs
+    if settings.get("shuffle") is False:
+        conversion.add_difference("shuffle", False, IN_ORDER)
+
+
+def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    """Names the model and the teacher by their hub names, where a comment says which was downloaded into the folder."""
+    downloaded = {local.rstrip("/"): hub for hub, local in DOWNLOAD.findall(text)}
+    folder = str(read_section(settings, "checkpointer").get("checkpoint_dir") or "")
+    conversion.recipe["model_name_or_path"] = downloaded.get(folder.rstrip("/"), folder)
+    if folder.rstrip("/") in downloaded:
+        note = "downloaded there from this hub name, says the file"
+        conversion.add_remark("checkpointer.checkpoint_dir", folder, note)
+    if "teacher_model" in settings:
+        teacher = str(read_section(settings, "teacher_checkpointer").get("checkpoint_dir") or "").rstrip("/")
+        conversion.recipe["teacher_model_name_or_path"] = downloaded.get(teacher, teacher)
+
+
+def _adapt_torchtune_adapters(model: Mapping[str, Any], conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    if "lora_attn_modules" in model:
+        layers = model["lora_attn_modules"]
+        if model.get("apply_lora_to_mlp") and isinstance(layers, list):
+            layers = [*layers, *MLP_LAYERS]
+        recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
+    if "qlora_" in str(model.get("_component_")):
+        recipe |= QLORA
+        conversion.add_remark("model._component_", model["_component_"], NOTES["NF4_OF_TORCHAO"])
+    alpha = recipe.get("lora_alpha")
+    if isinstance(alpha, float) and alpha.is_integer():
+        recipe["lora_alpha"] = int(alpha)
+
+
+def _adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    teacher = read_section(settings, "teacher_model").get("pretrained_model_name_or_path")
+    if teacher:
+        recipe["teacher_model_name_or_path"] = teacher
+    _adapt_automodel_optimizer(read_section(settings, "optimizer"), conversion)
+    schedule = settings.get("lr_scheduler")
+    if isinstance(schedule, dict):
+        _adapt_automodel_schedule(schedule, conversion)
+    if read_section(settings, "dataloader").get("shuffle") is False:
+        conversion.add_difference("dataloader.shuffle", False, IN_ORDER)
+    _adapt_automodel_lengths(settings, conversion)
+    if "max_steps" in recipe and "num_train_epochs" not in recipe:
+        recipe["num_train_epochs"] = 1.0  # max_steps decides
+    if settings.get("wandb") and read_section(settings, "wandb").get("enable", True):
+        recipe["report_to"] = "wandb"
+
+
+def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    is_adam = str(optimizer.get("_target_")).endswith(".Adam")
+    recipe.setdefault("weight_decay", 0.0 if is_adam else 0.01)
+    recipe.setdefault("learning_rate", 1e-3)
+    if any("bfloat16" in str(optimizer.get(key)) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")):
+        recipe["optim"] = next(name for name, row in OPTIMIZERS.items() if row.moment_itemsize)
+
+
+def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    recipe.setdefault("lr_scheduler_type", "cosine")
+    if "lr_warmup_steps" not in schedule:
+        recipe["warmup_ratio"] = 0.1
+        conversion.add_remark("lr_scheduler.lr_warmup_steps", None, TENTH)
+    conversion.remarks.append(SLOW_START)
+    recipe.setdefault("min_lr_ratio", 0.01)
+    lowest = convert_number(schedule.get("min_lr"))
+    rate = recipe["learning_rate"]
+    if isinstance(lowest, float | int) and isinstance(rate, float) and rate:
+        recipe["min_lr_ratio"] = round(min(1.0, lowest / rate), 9)  # the schedule may come before the rate in the file
+
+
+def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    packed = read_section(settings, "packed_sequence")
+    dataset = read_section(settings, "dataset")
+    packed_length = packed.get("packed_sequence_size") or 0
+    is_cut = dataset.get("truncation") not in NOT_CUT
+    row_length = dataset.get("seq_length") if is_cut else None  # else it is the length of padding
+    if packed_length:
+        overlength = "drop" if packed.get("drop_long_samples", True) else "error"
+        recipe |= {"packing": True, "max_length": packed_length, "overlength": overlength}
+    elif row_length:
+        recipe["max_length"] = row_length
+    if packed_length and row_length and row_length < packed_length:
+        note = "a row is cut to it before it is packed there, to max_length here"
+        conversion.add_difference("dataset.seq_length", row_length, note)

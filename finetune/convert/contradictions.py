@@ -1,0 +1,84 @@
+"""Removes keys of a converted recipe that ask for nothing together with the others, and says so."""
+
+from finetune.config.quantization import LOAD_KEYS, read_recipe_quantization
+from finetune.config.schedules import SCHEDULES
+from finetune.config.schema import recipe_keys
+from finetune.convert.defaults import FOUR_BIT_DEFAULTS
+from finetune.convert.model_names import BITSANDBYTES_MODEL
+from finetune.convert.rules import Conversion
+
+STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}  # -> the key that steps alone reads
+
+
+def remove_contradictions(conversion: Conversion) -> None:
+    """Changes the recipe, with a line for each key that had an effect in the other tool."""
+    _keep_stream(conversion)
+    _drop_unread_steps(conversion)
+    _drop_quantization(conversion)
+    _drop_evaluation(conversion)
+    _fit_schedule(conversion)
+    _drop_empty(conversion)
+
+
+def _keep_stream(conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    if recipe.get("streaming") and recipe.pop("eval_split_size", None) is not None:
+        conversion.differences.append(
+            "eval_split_size is dropped: rows cannot be held out of a stream; name eval_datasets"
+        )
+
+
+def _drop_unread_steps(conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    for strategy, steps in STEPS.items():
+        if strategy in recipe and recipe.pop(steps, None) is not None:
+            conversion.ignored.append(steps)
+        if recipe.get(strategy) == "no":
+            del recipe[strategy]  # the default here, without steps
+
+
+def _drop_quantization(conversion: Conversion) -> None:
+    """Drops quantization of a base that is trained, or whose files are quantized already."""
+    recipe = conversion.recipe
+    for key in LOAD_KEYS:
+        if not recipe.get("use_peft") and recipe.pop(key, False):
+            note = "only a frozen base can be quantized; every parameter is trained here"
+            conversion.add_difference(key, True, note)
+    if BITSANDBYTES_MODEL.search(str(recipe.get("model_name_or_path")).lower()):
+        asked = [key for key in LOAD_KEYS if recipe.pop(key, False)]
+        if asked:
+            conversion.remarks.append(f"{', '.join(asked)}: left to the model, whose files are quantized already")
+    if read_recipe_quantization(recipe).bits != 4:
+        for key in FOUR_BIT_DEFAULTS[conversion.tool]:
+            recipe.pop(key, None)
+
+
+def _drop_evaluation(conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    if not {"eval_datasets", "eval_split_size"} & recipe.keys():
+        for key in ("eval_steps", "eval_strategy"):
+            if recipe.pop(key, None) is not None:
+                conversion.remarks.append(f"{key} is dropped: no rows are held out")
+    if not {"eval_steps", "eval_strategy"} & recipe.keys():
+        for key in ("early_stopping_patience", "keep_best_checkpoint"):
+            if recipe.pop(key, None) is not None:
+                conversion.differences.append(f"{key} is dropped: it needs eval_steps here")
+
+
+def _fit_schedule(conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    if recipe.get("lr_scheduler_type") == "polynomial" and "min_lr_ratio" not in recipe:
+        rate = recipe.get("learning_rate") or recipe_keys()["learning_rate"].default
+        recipe["min_lr_ratio"] = 1e-7 / rate  # lr_end there
+    schedule = SCHEDULES.get(str(recipe.get("lr_scheduler_type")))
+    if schedule is not None and not schedule.has_end and recipe.pop("min_lr_ratio", None):
+        conversion.ignored.append("min_lr")  # a rate that does not fall has no use for it
+
+
+def _drop_empty(conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    if recipe.get("warmup_steps", 0) is None:
+        del recipe["warmup_steps"]
+    for key in [key for key, value in recipe.items() if value is None]:
+        if recipe_keys()[key].default is None:
+            del recipe[key]

@@ -1,0 +1,138 @@
+"""Each tool's defaults, written into a recipe where ours differ."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.config.keys import keys_of
+from finetune.config.quantization import read_recipe_quantization
+from finetune.config.schema import Lora, recipe_keys
+from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
+from finetune.convert.rules import Conversion, find_method_facts, read_section
+
+# Each tool's defaults in our keys; written out where ours differ. warmup_steps: None means that warmup_ratio decides.
+TRAINER = {
+    "num_train_epochs": 3.0,
+    "per_device_train_batch_size": 8,
+    "lr_scheduler_type": "linear",
+    "warmup_ratio": 0.0,
+    "save_steps": 500,
+    "save_total_limit": None,
+}
+OF_COMPONENTS = ("torchtune", "Automodel")
+COMPONENTS = {"packing": False, "lr_scheduler_type": "constant", "warmup_steps": 0, "save_total_limit": None}
+UNLIMITED = {"max_length": 8192, "overlength": "error"}
+UNLIMITED_NOTE = (
+    "no limit of length there: a row of over 8192 tokens stops the run here; raise max_length for longer ones"
+)
+DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
+    "TRL": TRAINER | {"max_length": 1024, "packing": False, "assistant_only_loss": False},
+    "Axolotl": {"max_length": 512, "packing": False, "warmup_ratio": 0.03, "save_total_limit": 4},
+    "LLaMA-Factory": TRAINER | {"packing": False, "learning_rate": 5e-5, "use_peft": True},
+    "torchtune": COMPONENTS | {"max_grad_norm": None},
+    "Automodel": COMPONENTS | {"num_train_epochs": 10.0},
+}
+LORA_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
+    "TRL": {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]},
+    "Axolotl": {"lora_r": 8, "lora_alpha": 8},
+    "LLaMA-Factory": {"lora_r": 8},
+    "torchtune": {"lora_r": 8, "lora_alpha": 16},
+    "Automodel": {"lora_r": 8},
+}
+# Of a 4-bit base: the settings that each tool gives bitsandbytes where the file gives none (torchtune: torchao's NF4).
+FOUR_BIT_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
+    tool: {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": tool != "TRL"} for tool in TOOL_NAMES
+}
+FACTORY_RANK = 8
+WARMUP_THERE = "3% of the steps, but at most 100 there"
+
+
+def add_defaults(settings: ToolFile, conversion: Conversion) -> None:
+    """Writes the tool's defaults into the recipe where ours differ."""
+    recipe = conversion.recipe
+    defaults = dict(DEFAULTS[conversion.tool])
+    _bound_length(settings, conversion, defaults)
+    _fit_schedule(conversion, defaults)
+    _fit_data(settings, conversion, defaults)
+    _fit_adapters(conversion, defaults)
+    _fit_saves(settings, conversion, defaults)
+    for key, value in defaults.items():
+        if key not in recipe and recipe_keys()[key].default != value:
+            recipe[key] = value
+    _drop_keys_of_adapters(recipe)
+
+
+def _bound_length(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
+    tool = conversion.tool
+    is_unlimited = tool in OF_COMPONENTS or (tool == "TRL" and settings.get("max_length", 0) is None)
+    if is_unlimited and conversion.recipe.get("max_length") is None:
+        conversion.recipe.pop("max_length", None)
+        defaults |= UNLIMITED
+        conversion.remarks.append(UNLIMITED_NOTE)
+
+
+def _fit_schedule(conversion: Conversion, defaults: dict[str, Any]) -> None:
+    recipe = conversion.recipe
+    if conversion.tool in OF_COMPONENTS:
+        if "warmup_ratio" in recipe:
+            del defaults["warmup_steps"]
+        elif recipe.get("lr_scheduler_type", "constant") != "constant":
+            del defaults["lr_scheduler_type"]
+    if recipe.get("warmup_steps"):
+        defaults.pop("warmup_ratio", None)
+    if conversion.tool == "Axolotl" and not {"warmup_steps", "warmup_ratio"} & recipe.keys():
+        conversion.add_remark("warmup_steps", None, WARMUP_THERE)
+
+
+def _fit_data(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
+    recipe = conversion.recipe
+    method = find_method_facts(recipe)
+    if conversion.tool == "LLaMA-Factory" and settings.get("stage") == "pt":
+        defaults["packing"] = True
+    if method.rows != "answers":
+        defaults.pop("assistant_only_loss", None)  # only the answers are compared
+    if method.samples:
+        defaults.pop("packing", None)  # what is sampled is packed here, for the same loss
+    if conversion.tool == "Axolotl" and any(entry.get("type") != "text" for entry in recipe.get("datasets", ())):
+        defaults["overlength"] = "drop"  # plain text is split, there as here
+
+
+def _fit_adapters(conversion: Conversion, defaults: dict[str, Any]) -> None:
+    tool = conversion.tool
+    recipe = conversion.recipe
+    if tool == "LLaMA-Factory" and recipe.get("use_peft", True):
+        rank = recipe.get("lora_r", FACTORY_RANK)
+        recipe.setdefault("lora_alpha", 2 * rank if isinstance(rank, int) else 2 * FACTORY_RANK)
+    if recipe.get("use_peft", defaults.get("use_peft")):
+        defaults |= LORA_DEFAULTS[tool]
+    if read_recipe_quantization(recipe).bits == 4:
+        defaults |= FOUR_BIT_DEFAULTS[tool]
+
+
+def _fit_saves(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
+    """Sets when a tool saves, and how many it keeps, where the file does not say: all but Trainer save every epoch."""
+    recipe = conversion.recipe
+    is_said = {"save_steps", "save_strategy", "keep_best_checkpoint"} & recipe.keys()
+    if is_said:
+        defaults.pop("save_steps", None)
+    elif "save_steps" not in defaults and not _saves_once(settings, recipe):
+        epochs = recipe.get("num_train_epochs", defaults.get("num_train_epochs", 1))
+        if isinstance(epochs, int | float) and epochs > 1:
+            recipe["save_strategy"] = "epoch"
+    saves = {"save_steps", "save_strategy"} & (recipe.keys() | defaults.keys())
+    if not saves or recipe.get("save_strategy") == "no":
+        defaults.pop("save_total_limit", None)  # one checkpoint, at the end
+
+
+def _saves_once(settings: ToolFile, recipe: Mapping[str, Any]) -> bool:
+    if settings.get("saves_per_epoch") or settings.get("save_last_epoch_only") or recipe.get("streaming"):
+        return True
+    return read_section(settings, "step_scheduler").get("save_checkpoint_every_epoch") is False
+
+
+def _drop_keys_of_adapters(recipe: dict[str, Any]) -> None:
+    """Drops the keys of LoRA without adapters; one that is trained further decides them, there as here."""
+    kept: set[str] = set()
+    if recipe.get("use_peft"):
+        kept = {"use_peft", "adapter_name_or_path"} if recipe.get("adapter_name_or_path") else set(keys_of(Lora))
+    for key in keys_of(Lora).keys() - kept:
+        recipe.pop(key, None)

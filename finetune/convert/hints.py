@@ -1,0 +1,89 @@
+"""What the recipe reader says of other tools' keys and files: `finetune.config.reader.Hints`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from finetune.config.other_names import SOURCES_FORM
+from finetune.config.schema import NESTED, DatasetSource, recipe_keys
+from finetune.convert.counterparts import NOTES, TOOL_NAMES, Counterpart, Tool, list_counterparts
+
+FEW_NAMES = 3  # of a tool's own, above which a file is taken for one of its files
+FLAT = [tool for tool in TOOL_NAMES if tool != "Automodel"]  # whose files are nested throughout
+
+
+def recognize_tool(file: Mapping[str, Any]) -> Tool | None:
+    """Returns the tool that a file is for, by the keys that only one of them has."""
+    if any("nemo_automodel" in text for text in find_texts(file, "_target_")) or "step_scheduler" in file:
+        return "Automodel"
+    if any(True for _ in find_texts(file, "_component_")):
+        return "torchtune"
+    if "base_model" in file or {"sequence_len", "micro_batch_size"} & file.keys():
+        return "LLaMA-Factory" if is_factory_v1(file) else "Axolotl"
+    if {"finetuning_type", "stage", "cutoff_len", "template", "export_dir"} & file.keys() or is_factory_v1(file):
+        return "LLaMA-Factory"
+    return "TRL" if "model_name_or_path" in file else None
+
+
+def is_factory_v1(file: Mapping[str, Any]) -> bool:
+    """Whether a file is in LLaMA-Factory's v1 schema."""
+    return "model" in file and bool({"train_dataset", "dist_config", "sample_backend", "kernel_config"} & file.keys())
+
+
+def find_texts(value: Any, key: str) -> Iterator[str]:
+    """Yields every text under `key`, however deep."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == key and isinstance(inner, str):
+                yield inner
+            else:
+                yield from find_texts(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from find_texts(inner, key)
+
+
+def find_writer(file: Mapping[str, Any]) -> Tool | None:
+    """Returns the tool that a file was written for, by as many names of its own as no recipe has by mistake.
+
+    >>> find_writer({"base_model": "a/b", "datasets": [], "sequence_len": 2048, "micro_batch_size": 1})
+    'Axolotl'
+    >>> find_writer({"model_name_or_path": "a/b", "datasets": [], "sequence_len": 2048})
+    """
+    tool = recognize_tool(file)
+    if tool is None or is_factory_v1(file):
+        return tool
+    names = {pair.key.partition(".")[0] for pair in list_counterparts(tool)} - recipe_keys().keys()
+    return tool if len(names & file.keys()) >= FEW_NAMES else None
+
+
+def explain_key(key: str) -> tuple[str, str] | None:
+    """Explains another tool's key: (our key, else `key` itself; a sentence). None for nobody's key.
+
+    >>> explain_key("sequence_len"), explain_key("lora_rank")[1].partition(";")[0]
+    (('max_length', "Axolotl's name; here it is max_length"), "LLaMA-Factory's and torchtune's name")
+    """
+    if "." in key:
+        return None
+    pairs = {tool: pair for tool in FLAT if (pair := _find(key, tool)) is not None}
+    pairs = {tool: pair for tool, pair in pairs.items() if pair.ours} or pairs
+    if not pairs:
+        return None
+    whose = " and ".join(f"{tool}'s" for tool in list(pairs)[:2])
+    pair = next(iter(pairs.values()))
+    if pair.ours is None:
+        return key, f"{whose} name; no such key: {pair.note}"
+    return pair.ours, f"{whose} name; here it is {_describe(pair)}"
+
+
+def _find(key: str, tool: Tool) -> Counterpart | None:
+    return next((pair for pair in list_counterparts(tool) if pair.key == key), None)
+
+
+def _describe(pair: Counterpart) -> str:
+    """Returns our key, with the note where the key alone does not say what to write."""
+    note = "" if pair.note in ("", NOTES["OWN_DATA"]) else f" ({pair.note})"
+    if pair.ours in NESTED:
+        return f"{pair.ours}: {SOURCES_FORM}{note}"
+    is_of_entry = pair.key in {field.name for field in fields(DatasetSource)}
+    return f"{pair.ours}{note}" if pair.ours == "accelerate_config" or is_of_entry else str(pair.ours)
