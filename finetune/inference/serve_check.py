@@ -26,7 +26,7 @@ from finetune.data.formats import Conversation
 from finetune.errors import UserError
 from finetune.files.network import send
 from finetune.inference.conversation import encode_prompt, end_ids
-from finetune.inference.inference_model import InferenceModel, LoadOptions, load_model
+from finetune.inference.inference_model import InferenceModel, LoadOptions, load_inference_model
 from finetune.inference.inputs import ModelReference, find_model, read_prompts
 
 START_SECONDS = 600  # vLLM compiles
@@ -209,7 +209,7 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
         raise UserError(f"--gguf: {gguf}: no such file")
     with open_server(arguments.server, folder, gguf, arguments.served_model, print) as server:
         options = LoadOptions(base_model=arguments.base_model, trust_remote_code=arguments.trust_remote_code)
-        model = load_model(reference, options, print)
+        model = load_inference_model(reference, options, print)
         compared = [compare(model, server, prompt, arguments.max_new_tokens) for prompt in prompts]
     same = sum(each.is_same for each in compared)
     largest = max((each.difference for each in compared if each.difference == each.difference), default=None)
