@@ -175,7 +175,7 @@ NEAR_TIE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class GreedyAnswer:
     """What transformers answers, greedily."""
 
     prompt: str  # as it is sent, without a bos that the server adds
@@ -261,7 +261,7 @@ def compare(model: InferenceModel, server: Server, conversation: Conversation, m
 
 
 @torch.inference_mode()
-def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tokens: int) -> Reference:
+def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tokens: int) -> GreedyAnswer:
     ids = encode_prompt(model, conversation)
     given = torch.tensor([ids], device=model.model.device)
     with model.computing():
@@ -283,7 +283,7 @@ def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tok
     bos = model.tokenizer.bos_token_id
     adds_bos = bos is not None and model.tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]
     sent = ids[1:] if adds_bos and ids[:1] == [bos] else ids
-    return Reference(
+    return GreedyAnswer(
         model.tokenizer.decode(sent),
         tokens,
         model.tokenizer.decode(tokens),
@@ -293,7 +293,7 @@ def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tok
     )
 
 
-def _find_parting(model: InferenceModel, ours: Reference, theirs: str) -> int | None:
+def _find_parting(model: InferenceModel, ours: GreedyAnswer, theirs: str) -> int | None:
     """The number of the first of our tokens that the server's text does not have; None where all is the same."""
     if ours.text.strip() == theirs.strip():
         return None
