@@ -164,4 +164,5 @@ def chat(model: RunResult | str | Path, messages: Sequence[Mapping[str, Any]] = 
     from finetune.inference.inputs import find_model
 
     name = model.folder if isinstance(model, RunResult) else model
-    return Chat(load_inference_model(find_model(str(name)), LoadOptions(), lambda line: None), [dict(each) for each in messages])
+    loaded = load_inference_model(find_model(str(name)), LoadOptions(), lambda line: None)
+    return Chat(loaded, [dict(each) for each in messages])

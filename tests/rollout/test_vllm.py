@@ -27,7 +27,14 @@ from finetune.errors import UserError
 from finetune.files.network import send
 from finetune.rollout.engine import Request, Sampling
 from finetune.rollout.vllm import VllmEngine
-from finetune.rollout.vllm_answers import CacheReset, Completion, ServedModels, ServerInfo, WeightInfo, read_answer
+from finetune.rollout.vllm_answers import (
+    CacheReset,
+    ServedCompletion,
+    ServedModels,
+    ServerInfo,
+    WeightInfo,
+    read_answer,
+)
 from tests.conftest import make_model
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import StandInVllm, serving
@@ -375,7 +382,7 @@ ANSWERS: list[tuple[Any, Any]] = [
     (ServerInfo, {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}),
     (WeightInfo, {"weight_version": "default"}),
     (CacheReset, {"success": True}),
-    (Completion, {"choices": [CHOICE]}),
+    (ServedCompletion, {"choices": [CHOICE]}),
 ]
 ODD = [None, [], {}, "x", "\x1b[2J", -1, 1e400, 10**30, True, 0.5, [[]], {"a": 1}]
 

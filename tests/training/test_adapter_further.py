@@ -16,8 +16,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.pretrained import complete_lora
 from finetune.config.reader import read_recipe
 from finetune.errors import UserError
-from finetune.inference.inference_model import LoadOptions
-from finetune.inference.inference_model import load_inference_model
+from finetune.inference.inference_model import LoadOptions, load_inference_model
 from finetune.inference.inputs import find_model
 from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_model

@@ -17,8 +17,7 @@ from finetune.distributed.join import join, leave
 from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.files.tensors import read, read_folder, read_slice
-from finetune.inference.inference_model import LoadOptions
-from finetune.inference.inference_model import load_inference_model
+from finetune.inference.inference_model import LoadOptions, load_inference_model
 from finetune.inference.inputs import find_model
 from finetune.models.load import load_model
 from finetune.models.quantized_weights import dequantize_published
