@@ -35,6 +35,8 @@ from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns
 
 Record = Callable[[list[dict[str, Any]]], None]
+Score = Callable[[StepBatch], list[Tensor]]
+"""A step's batch -> fp32[positions] of each of its micro-batches: the labels' log-probabilities in training."""
 ROWS_OF_RANK = 4  # at least, of which each rank gets as many: longer ones would leave some ranks with much less
 ROLLOUTS = "rollouts.jsonl"  # of a checkpoint: what the steps after it are still to train on
 
@@ -142,9 +144,7 @@ class Rollouts:
 
     sampler: Sampler
     prompts: StoredBatches
-    # The log-probabilities in training of each micro-batch of a batch; None where the loss does not ask for them before
-    # its own forward.
-    score: Callable[[StepBatch], list[Tensor]] | None = None
+    score: Score | None = None  # None where the loss does not ask for them before its own forward
     _held: dict[int, Rollout] = field(default_factory=dict)  # step of prompts -> what is still trained on
 
     def batches(self, from_step: int = 0, record: Record = lambda lines: None) -> Iterator[StepBatch]:
@@ -200,7 +200,7 @@ class Rollouts:
             rollout = rollout.select((rollout.deviations() > 0).nonzero()[0])
         return rollout if self.score is None else replace(rollout, old=self._score(self.score, rollout))
 
-    def _score(self, score: Callable[[StepBatch], list[Tensor]], rollout: Rollout) -> list[list[float]]:
+    def _score(self, score: Score, rollout: Rollout) -> list[list[float]]:
         """[completions][trained tokens]: their log-probabilities in training, on every rank."""
         batch = _pack(rollout, self.sampler)
         mine = []

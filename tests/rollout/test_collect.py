@@ -123,7 +123,7 @@ def test_a_long_evaluation_shows_that_it_continues_and_can_be_ended() -> None:
             yield None
 
     found = held_out.prepare(None, micro_batches, two_groups)  # type: ignore[arg-type]
-    assert sorted(found.found) == list(range(EXAMPLES)) and alive == [3]
+    assert sorted(found.results) == list(range(EXAMPLES)) and alive == [3]
     assert [(ids, first) for _, ids, first in asked] == [
         (list(range(i, min(i + 16, EXAMPLES))), i) for i in (0, 16, 32)
     ]
