@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -75,45 +76,65 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
         renderer = read_parts(renderer)
     if not isinstance(document, Conversation) or not renderer.assistant_only:
         return (render(document, renderer),)
-    renderer, document = add_variables(renderer, document.variables), replace(document, variables={})
+    renderer = add_variables(renderer, document.variables)
+    document = replace(document, variables={})
     if renderer.turns == "last":
-        document = _keep_turns(document, [i for i, trained in enumerate(document.trained) if trained][-1:])
-    whole = _render_laid_out(document, renderer) if renderer.turns != "split" else None
-    if whole is not None:
-        cut = renderer.turns != "whole" and any(_cuts_token(whole.text, span, renderer) for span in whole.spans[:-1])
-        if not cut:
-            return (whole,)
+        document = _keep_turns(document, _trained_turns(document)[-1:])
+    laid_out = _render_laid_out(document, renderer) if renderer.turns != "split" else None
+    if laid_out is not None:
+        earlier = laid_out.spans[:-1]
+        if renderer.turns == "whole" or not any(_cuts_token(laid_out.text, span, renderer) for span in earlier):
+            return (laid_out,)
     asked = ask_turns(document, renderer)
-    if renderer.turns == "whole" or len(asked) < sum(document.trained) or not asked:  # markers may enclose no turn
+    is_known = asked and len(asked) == sum(document.trained)  # markers may enclose no turn
+    if renderer.turns == "whole" or not is_known:
         return (_render_whole(document, asked, renderer),)
-    latest = max(asked)
+    return _render_apart(document, asked, renderer)
 
-    def holds(text: str, i: int) -> bool:
-        turn = asked[i]
-        return turn.is_in(text) and (i == latest or not _cuts_token(text, (turn.start, turn.end), renderer))
 
+def _render_apart(
+    conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
+) -> tuple[RenderedText, ...]:
+    """The fewest texts in which each turn stands as inference has it; under `turns: split` one for each.
+
+    From the last turn to the first: a text ends with a turn, and holds every earlier one that it writes so.
+    """
     texts: list[RenderedText] = []
-    while asked:  # from the last turn to the first: a text holds every earlier turn that it writes as inference does
-        last = max(asked)
-        text = asked[last].text
-        held = {i: turn for i, turn in asked.items() if i == last or (renderer.turns != "split" and holds(text, i))}
-        texts.append(_render_asked(_keep_turns(document, held), held, renderer))
-        asked = {i: turn for i, turn in asked.items() if i not in held}
-    split = ("turns_split",) if len(texts) > 1 else ()
-    return tuple(replace(text, findings=(*text.findings, *split)) for text in reversed(texts))
+    left = dict(asked)
+    while left:
+        last = max(left)
+        text = left[last].text
+        held = {last}
+        if renderer.turns != "split":
+            held |= {i for i, turn in left.items() if i != last and _has_turn(text, turn, renderer)}
+        turns = {i: turn for i, turn in left.items() if i in held}
+        texts.append(_render_asked(_keep_turns(conversation, held), turns, renderer))
+        left = {i: turn for i, turn in left.items() if i not in held}
+    if len(texts) > 1:
+        texts = [replace(text, findings=(*text.findings, "turns_split")) for text in texts]
+    return tuple(reversed(texts))
+
+
+def _has_turn(text: str, turn: AskedTurn, renderer: Renderer) -> bool:
+    """Whether `text`, of a longer conversation, has a turn as inference has it, token by token."""
+    return turn.is_in(text) and not _cuts_token(text, (turn.start, turn.end), renderer)
+
+
+def _trained_turns(conversation: Conversation) -> list[int]:
+    return [i for i, is_trained in enumerate(conversation.trained) if is_trained]
 
 
 def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
     """Whether a token of the whole text, as inference has it later, crosses a border of a trained span."""
+    special = renderer.special_tokens
     for border in span:
-        special = renderer.special_tokens
-        begin, end = max(border - CONTEXT, 0), border + CONTEXT
+        begin = max(border - CONTEXT, 0)
         begin = max((match.end() for match in special.finditer(text, begin, border)), default=begin)
+        end = min(border + CONTEXT, len(text))
         following = special.search(text, border, end)
         end = following.start() if following else end
-        if begin < border < min(end, len(text)) and not keeps_border(
-            renderer.backend, text[begin:border], text[border:end]
-        ):
+        is_inside = begin < border < end
+        if is_inside and not keeps_border(renderer.backend, text[begin:border], text[border:end]):
             return True
     return False
 
@@ -220,8 +241,11 @@ def _leave_out(rendered: RenderedText, words: Span | None) -> RenderedText:
     if words is None:
         return rendered
     start, end = words
-    cut = [piece for a, b in rendered.spans for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]]
-    return replace(rendered, spans=tuple(cut))
+    spans: list[Span] = []
+    for first, last in rendered.spans:
+        around = ((first, min(last, start)), (max(first, end), last))
+        spans += [span for span in around if span[0] < span[1]]
+    return replace(rendered, spans=tuple(spans))
 
 
 def _compare_with_asked(
@@ -269,17 +293,16 @@ def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Render
 
 def _list_calls(message: Message) -> list[tuple[str, dict[str, str]]]:
     """The name and arguments of each call. A format without types, such as XML, gives each value as text."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    return [
-        (
-            call.get("name", ""),
-            {
-                name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                for name, value in dict(parse_json(call.get("arguments")) or {}).items()
-            },
-        )
-        for call in calls
-    ]
+    listed = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = dict(parse_json(function.get("arguments")) or {})
+        listed.append((function.get("name", ""), {name: _as_text(value) for name, value in arguments.items()}))
+    return listed
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str, str]:
@@ -436,30 +459,39 @@ def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Spa
 
     `turns`: message index -> span of an assistant's turn in the text; empty if the turns cannot be found in it.
     """
-    messages, trained = conversation.messages, conversation.trained
-    answers = {
-        i: text[slice(*turns[i])] if i in turns else text for i, m in enumerate(messages) if m["role"] == "assistant"
-    }
-    last = max(answers)
+    messages = conversation.messages
+    answers = {}  # message index -> text of an assistant's turn, as far as it is known
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            answers[i] = text[slice(*turns[i])] if i in turns else text
+    trained = [i for i in answers if conversation.trained[i]]
     if any(m["role"] in ("system", "developer") and m["content"].strip() not in text for m in messages):
         yield "system_dropped"
     if any(m["role"] == "user" and _take_last_line(m["content"]) not in text for m in messages):
         yield "user_dropped"
     # Templates may rewrite the content of earlier turns, so only the last one is compared, and those with tool calls.
-    compared = (i for i in answers if trained[i] and (i == last or messages[i].get("tool_calls")))
-    if any(_take_last_line(messages[i]["content"]) not in text for i in compared):
+    compared = (messages[i] for i in trained if i == max(answers) or messages[i].get("tool_calls"))
+    if any(_take_last_line(message["content"]) not in text for message in compared):
         yield "assistant_dropped"
-    said = {i: messages[i]["content"].strip() or messages[i].get("tool_calls") for i in answers}
-    if any(trained[i] and not (said[i] or read_reasoning(messages[i])) for i in answers):
+    if any(_says_nothing(messages[i]) for i in trained):
         yield "empty_answer"
-    dropped = [i for i in answers for call in messages[i].get("tool_calls", ()) if not _holds_call(answers[i], call)]
-    if any(trained[i] for i in dropped):
+    without_call = [i for i in answers if not _holds_calls(answers[i], messages[i])]
+    if set(without_call) & set(trained):
         yield "tool_calls_dropped"
-    if any(not trained[i] for i in dropped) or not _holds_tools(conversation, text, turns):
+    if set(without_call) - set(trained) or not _holds_tools(conversation, text, turns):
         yield "tools_dropped"
-    reasoned = (i for i in answers if trained[i])
-    if any(not _holds(answers[i], read_reasoning(messages[i]).rpartition("\n")[2].strip()) for i in reasoned):
+    if not all(_holds_reasoning(answers[i], messages[i]) for i in trained):
         yield "reasoning_dropped"
+
+
+def _says_nothing(message: Message) -> bool:
+    """Whether an assistant's message has neither words, nor calls, nor reasoning."""
+    return not (message["content"].strip() or message.get("tool_calls") or read_reasoning(message))
+
+
+def _holds_reasoning(answer: str, message: Message) -> bool:
+    """Whether the last line of a message's reasoning stands in the assistant's turn."""
+    return _holds(answer, read_reasoning(message).rpartition("\n")[2].strip())
 
 
 def _take_last_line(content: str) -> str:
@@ -467,10 +499,13 @@ def _take_last_line(content: str) -> str:
     return str(THINKING_END.split(content)[-1].strip().rpartition("\n")[2].rpartition(IMAGE)[2].strip())
 
 
-def _holds_call(answer: str, call: Message) -> bool:
-    """Whether a call's name and the names of its arguments stand in the assistant's turn."""
-    function = call["function"]
-    return all(_holds(answer, str(name)) for name in (function["name"], *function.get("arguments", ())))
+def _holds_calls(answer: str, message: Message) -> bool:
+    """Whether the names of a message's calls and of their arguments stand in the assistant's turn."""
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        if not all(_holds(answer, str(name)) for name in (function["name"], *function.get("arguments", ()))):
+            return False
+    return True
 
 
 def _holds_tools(conversation: Conversation, text: str, turns: Mapping[int, Span]) -> bool:
