@@ -460,28 +460,34 @@ def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Spa
     `turns`: message index -> span of an assistant's turn in the text; empty if the turns cannot be found in it.
     """
     messages = conversation.messages
-    answers = {}  # message index -> text of an assistant's turn, as far as it is known
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            answers[i] = text[slice(*turns[i])] if i in turns else text
-    trained = [i for i in answers if conversation.trained[i]]
     if any(m["role"] in ("system", "developer") and m["content"].strip() not in text for m in messages):
         yield "system_dropped"
     if any(m["role"] == "user" and _take_last_line(m["content"]) not in text for m in messages):
         yield "user_dropped"
+    answers = {}  # message index -> text of an assistant's turn, as far as it is known
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            answers[i] = text[slice(*turns[i])] if i in turns else text
+    yield from _find_dropped_answers(conversation, text, answers)
+    without_call = {i for i, answer in answers.items() if not _holds_calls(answer, messages[i])}
+    if any(conversation.trained[i] for i in without_call):
+        yield "tool_calls_dropped"
+    if not all(conversation.trained[i] for i in without_call) or not _holds_tools(conversation, text, turns):
+        yield "tools_dropped"
+    if any(conversation.trained[i] and not _holds_reasoning(answers[i], messages[i]) for i in answers):
+        yield "reasoning_dropped"
+
+
+def _find_dropped_answers(conversation: Conversation, text: str, answers: Mapping[int, str]) -> Iterator[str]:
+    """Of `_find_dropped`, what trained answers say and the text does not."""
+    messages = [conversation.messages[i] for i in answers if conversation.trained[i]]
     # Templates may rewrite the content of earlier turns, so only the last one is compared, and those with tool calls.
-    compared = (messages[i] for i in trained if i == max(answers) or messages[i].get("tool_calls"))
+    last = conversation.messages[max(answers)]
+    compared = (message for message in messages if message is last or message.get("tool_calls"))
     if any(_take_last_line(message["content"]) not in text for message in compared):
         yield "assistant_dropped"
-    if any(_says_nothing(messages[i]) for i in trained):
+    if any(_says_nothing(message) for message in messages):
         yield "empty_answer"
-    without_call = [i for i in answers if not _holds_calls(answers[i], messages[i])]
-    if set(without_call) & set(trained):
-        yield "tool_calls_dropped"
-    if set(without_call) - set(trained) or not _holds_tools(conversation, text, turns):
-        yield "tools_dropped"
-    if not all(_holds_reasoning(answers[i], messages[i]) for i in trained):
-        yield "reasoning_dropped"
 
 
 def _says_nothing(message: Message) -> bool:
