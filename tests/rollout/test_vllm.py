@@ -206,7 +206,7 @@ def test_a_killed_run_asks_for_nothing_twice(place: str, folder: Path, recipe: P
             return launch_ranks(KILLED, [where, str(recipe), str(config), *keys], ranks=1).returncodes[0]
 
         # In the third step, and in the second, before whose checkpoint nothing was saved.
-        assert live({"step": "step,3", "rewards": "rewards,3", "save": "save,1"}[place]) == -signal.SIGKILL
+        assert live({"step": "step,3", "rewards": "rewards,5", "save": "save,1"}[place]) == -signal.SIGKILL
         before, loads = len(server.asked), len(server.loads)
         assert before == (2 if place == "save" else 2 if place == "rewards" else 3) * PROMPTS * GENERATIONS
         assert live("nowhere,1") == 0
