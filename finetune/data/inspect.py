@@ -246,8 +246,8 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
 def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
     """bool[tokens]: whether each token stands for a part of an image."""
     ids = examples.stores[examples.store[example_id]].facts.get("image_token_ids", [])
-    found: list[bool] = np.isin(examples[example_id].input_ids, ids).tolist()
-    return found
+    is_image: list[bool] = np.isin(examples[example_id].input_ids, ids).tolist()
+    return is_image
 
 
 def find_trained_tokens(example: Example) -> list[bool]:

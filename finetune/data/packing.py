@@ -351,9 +351,9 @@ def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, par
 def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProcessor) -> MicroBatch:
     """The micro-batch with the pixels of its documents' images. Raises `UserError` where one cannot be read."""
     ids = micro_batch.example_ids
-    found = [image for example_id in ids for image in examples.read_images(example_id)]
+    read = [image for example_id in ids for image in examples.read_images(example_id)]
     try:
-        inputs = images.make_inputs(found) if found else images.blank_inputs
+        inputs = images.make_inputs(read) if read else images.blank_inputs
     except BadRow as problem:
         raise UserError(f"one of {', '.join(map(examples.where, ids))}: {problem}") from None
     return replace(micro_batch, images=inputs, image_counts=tuple(map(examples.count_images, ids)))

@@ -257,8 +257,8 @@ def _compare_with_asked(
         if rendered.text.startswith(expected) and turn.is_continued:
             continue
         name = "prompt_not_continued" if not turn.is_continued else "unlike_inference"
-        found, seen = _show_difference(rendered.text, expected, renderer)
-        difference = f"message {i + 1} is trained with {found!r} where inference has {seen!r}"
+        trained, seen = _show_difference(rendered.text, expected, renderer)
+        difference = f"message {i + 1} is trained with {trained!r} where inference has {seen!r}"
         known = [each for each in rendered.findings if each != "no_reasoning"]  # what it would say is part of this
         return replace(rendered, findings=(*known, name), difference=difference)
     for i, turn in sorted(turns.items() if renderer.response_template else ()):
@@ -282,13 +282,13 @@ def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Render
         else THINKING_END.split(message["content"])[-1]
     )
     expected = {"reasoning": read_reasoning(message), "content": content.strip(), "calls": _list_calls(message)}
-    found = {
+    read_back = {
         "reasoning": read_reasoning({**read, "content": ""}),
         "content": str(read.get("content") or "").strip(),
         "calls": _list_calls(read),
     }
-    name = next((name for name in expected if found[name] != expected[name]), None)
-    return f"{name} {expected[name]!r} is read back as {found[name]!r}" if name else ""
+    name = next((name for name in expected if read_back[name] != expected[name]), None)
+    return f"{name} {expected[name]!r} is read back as {read_back[name]!r}" if name else ""
 
 
 def _list_calls(message: Message) -> list[tuple[str, dict[str, str]]]:
@@ -310,11 +310,10 @@ def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str,
     tokens = [renderer.backend.encode(each, add_special_tokens=False) for each in (text, expected)]
     ids = zip_longest(*(each.ids for each in tokens))
     first = next((i for i, (one, other) in enumerate(ids) if one != other), 0)
-    found, seen = (
-        each[slice(*encoded.offsets[first])] if first < len(encoded.ids) else ""
-        for each, encoded in zip((text, expected), tokens, strict=True)
-    )
-    return found, seen
+    differing = []
+    for each, encoded in zip((text, expected), tokens, strict=True):
+        differing.append(each[slice(*encoded.offsets[first])] if first < len(encoded.ids) else "")
+    return differing[0], differing[1]
 
 
 def render(document: Document, renderer: Renderer) -> RenderedText:
@@ -324,8 +323,8 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             # A BOS in the text would be a second one beside the tokenizer's own.
             text = text.removeprefix(renderer.bos)
             typed = ("typed_special_token",) if renderer.special_tokens.search(text) else ()
-            whole = text + renderer.eos
-            return RenderedText(whole, ((0, len(whole)),), True, typed)
+            text += renderer.eos
+            return RenderedText(text, ((0, len(text)),), True, typed)
         case TokenRow(ids, trained):
             vocabulary = renderer.backend.get_vocab_size()
             unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
@@ -340,14 +339,15 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
                 if renderer.tools:
                     raise BadRow("a prompt as text has no chat template, which describes the tools; make it messages")
                 return RenderedText(question.removeprefix(renderer.bos), (), True, row=row)
-            messages, own = read_messages(question, renderer), add_variables(renderer, question.variables)
-            whole = apply_template(own, messages, question.tools or own.tools, add_generation_prompt=True)
-            return RenderedText(whole, (), False, tuple(check_prompt(document, whole, renderer.has_template)), row=row)
+            messages = read_messages(question, renderer)
+            own = add_variables(renderer, question.variables)
+            text = apply_template(own, messages, question.tools or own.tools, add_generation_prompt=True)
+            return RenderedText(text, (), False, tuple(check_prompt(document, text, renderer.has_template)), row=row)
         case Completion(prompt, completion, _):
             prompt = prompt.removeprefix(renderer.bos)
-            whole = prompt + completion + renderer.eos
+            text = prompt + completion + renderer.eos
             findings = tuple(_check_completion(document, renderer))
-            return RenderedText(whole, ((len(prompt), len(whole)),), True, findings)
+            return RenderedText(text, ((len(prompt), len(text)),), True, findings)
         case Conversation():
             renderer = add_variables(read_parts(renderer) if document.images else renderer, document.variables)
             laid_out = _render_laid_out(document, renderer)
@@ -383,20 +383,20 @@ def write_images(
     assert isinstance(document, Conversation) and renderer.images is not None
     token, last = find_image_token(renderer), max(text.turns, default=len(document.messages))
     counts = [sum(m["content"].count(IMAGE) for m in document.messages[:end]) for end in (last + 1, None)]
-    found = text.text.count(token)
+    written_places = text.text.count(token)
     typed = [word for word in renderer.images.reserved if word != token and word in text.text]
-    if found not in counts or typed:
+    if written_places not in counts or typed:
         raise BadRow(
-            f"image: the chat template writes {token} {found} times for {counts[0]} images"
+            f"image: the chat template writes {token} {written_places} times for {counts[0]} images"
             if not typed
             else f"image: the text holds {typed[0]}, which stands for an image"
         )
-    images = images[:found]
+    images = images[:written_places]
     written = [renderer.images.expand(open_image(image).size) for image in images]
-    whole, spans = place_images(text.text, text.spans, written, token)
+    expanded, spans = place_images(text.text, text.spans, written, token)
     identity = xxhash.xxh3_64_intdigest(f"{text.group_hash}{hash_images(images)}{text.text}".encode())
     # Its turns stand elsewhere now, and only `inspect --turns` shows them.
-    return replace(text, text=whole, spans=spans, turns={}, images=tuple(images), group_hash=identity)
+    return replace(text, text=expanded, spans=spans, turns={}, images=tuple(images), group_hash=identity)
 
 
 def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]:

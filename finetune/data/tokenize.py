@@ -183,17 +183,17 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource], ParsedRow]] = {
 
 def _check_pair(group: Group, texts: Sequence[RenderedText]) -> list[str]:
     """Names of the checks for what is wrong with a pair."""
-    found = []
+    names = []
     if any(isinstance(each, Conversation) and not any(each.trained) for each in group.documents):
-        found.append("side_untrained")
+        names.append("side_untrained")
     elif any(map(is_empty_answer, group.documents)):
-        found.append("side_empty")
+        names.append("side_empty")
     if texts[0].text == texts[1].text:
-        found.append("sides_equal")
+        names.append("sides_equal")
     prompts = [text.text[: text.spans[0][0]] for text in texts if text.spans]
     if len(set(prompts)) > 1:
-        found.append("prompts_differ")
-    return found
+        names.append("prompts_differ")
+    return names
 
 
 SHOWN_BAD_ROWS = 5
