@@ -220,7 +220,7 @@ class Rollouts:
     def _score(self, score: Score, rollout: Rollout) -> list[list[float]]:
         """[completions][trained tokens]: their log-probabilities in training, on every rank.
 
-        By completion, since each later step deals the completions to ranks again, and a resumed run may have other ranks.
+        By completion: each later step deals the completions to ranks again, and a resumed run may have other ranks.
         """
         batch = lay_out(rollout, self.sampler.row_options)
         own: list[list[Any]] = []
