@@ -163,8 +163,9 @@ def chat(model: RunResult | str | Path, messages: Sequence[Mapping[str, Any]] = 
         UserError: Where it cannot be loaded.
     """
     from finetune.inference.conversation import Chat
-    from finetune.inference.inference_model import LoadOptions, load_model
+    from finetune.inference.inference_model import LoadOptions, load_inference_model
     from finetune.inference.inputs import find_model
 
     name = model.folder if isinstance(model, RunResult) else model
-    return Chat(load_model(find_model(str(name)), LoadOptions(), lambda line: None), [dict(each) for each in messages])
+    loaded = load_inference_model(find_model(str(name)), LoadOptions(), lambda line: None)
+    return Chat(loaded, [dict(each) for each in messages])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint.manifest import find_problems
+from finetune.checkpoint.manifest import find_damage
 from finetune.checkpoint.save import add_token_ids
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.schema import Model
@@ -60,7 +60,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "model.safetensors.index.json": read_weight_map,
     "generation_config.json": lambda path: add_token_ids(path, Model(eot_tokens=("a",)), None),
     ROWS_FILE: lambda path: read_comparison_rows(path.parent, 1, 1),
-    "manifest.json": lambda path: print(*find_problems(path.parent)),
+    "manifest.json": lambda path: print(*find_damage(path.parent)),
 }
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.checkpoint.manifest import MODEL, NAME, PARTS, STATE, find_problems, read_manifest
+from finetune.checkpoint.manifest import MODEL, NAME, PARTS, STATE, find_damage, read_manifest
 from finetune.config.schema import Recipe
 from finetune.constants import EXPORT_SPARE_BYTES, count_steps
 from finetune.errors import UserError
@@ -94,11 +94,11 @@ def find_newest_valid(
     run_folder: Path,
     log: Callable[[str], object] = lambda _: None,
     *,
-    verify: Callable[[Path], list[str]] = find_problems,
+    verify: Callable[[Path], list[str]] = find_damage,
 ) -> Path | None:
     """The checkpoint with the highest step that verifies, or None. Each damaged one above it is passed to `log`.
 
-    `verify(checkpoint)` returns what is wrong with one, as `find_problems` does.
+    `verify(checkpoint)` returns what is wrong with one, as `find_damage` does.
     """
     for _, checkpoint in reversed(list_checkpoints(run_folder)):
         problems = verify(checkpoint)
@@ -143,7 +143,7 @@ def prune(
     if keep is None:
         return []
     older = [
-        (s, path) for s, path in list_checkpoints(run_folder) if s < newest and not find_problems(path, checksums=False)
+        (s, path) for s, path in list_checkpoints(run_folder) if s < newest and not find_damage(path, checksums=False)
     ]
     surplus = older[: max(0, len(older) - (keep - 1))]
     leave = [path for s, path in surplus if s != best_step and not (keep_every_steps and s % keep_every_steps == 0)]
@@ -271,7 +271,7 @@ def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
     published = list_checkpoints(run)
     if not published:
         raise UserError(f"{run}: {_why_none(run)}")
-    return [_summarize(step, path, find_problems(path, checksums=checksums)) for step, path in published]
+    return [_summarize(step, path, find_damage(path, checksums=checksums)) for step, path in published]
 
 
 def _why_none(run: Path) -> str:

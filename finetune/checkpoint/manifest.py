@@ -205,7 +205,7 @@ def find_checkpoint_of(path: Path) -> Path | None:
     return None
 
 
-def find_problems(
+def find_damage(
     checkpoint: Path,
     *,
     checksums: bool = True,
@@ -276,7 +276,7 @@ def complete(staging: Path, manifest: Manifest) -> None:
     durable.write_file(staging / MANIFEST, [_encode(asdict(manifest))])
     for folder in sorted({(staging / name).parent for name in manifest.files} | {staging}):
         durable.sync_folder(folder)
-    if problems := find_problems(staging, checksums=False):
+    if problems := find_damage(staging, checksums=False):
         raise UserError(
             f"{staging}: {'; '.join(problems)}; every rank must write to one shared folder, set output_dir to one"
         )

@@ -20,7 +20,7 @@ from finetune.checkpoint.manifest import (
     STATE,
     Progress,
     find_checkpoint_of,
-    find_problems,
+    find_damage,
     read_manifest,
     read_state,
 )
@@ -120,7 +120,7 @@ def refuse_damaged_model(recipe: Recipe) -> None:
     for key, model in named.items():
         name = None if model is None else model.model_name_or_path
         checkpoint = find_checkpoint_of(Path(name)) if name is not None else None
-        if checkpoint is not None and (problems := find_problems(checkpoint, parts=[MODEL])):
+        if checkpoint is not None and (problems := find_damage(checkpoint, parts=[MODEL])):
             raise UserError(f"{key}: {name}: damaged: {'; '.join(problems)}; name another checkpoint")
 
 
@@ -213,7 +213,7 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
         raise UserError(f"resume_from_checkpoint: {path}: no such folder; give a checkpoint's, a run's, or auto")
     if not (path / MANIFEST).exists() and list_checkpoints(path):
         return _find_newest(path)
-    if problems := find_problems(path):
+    if problems := find_damage(path):
         raise UserError(f"resume_from_checkpoint: {path}: does not verify: {'; '.join(problems)}")
     later = [step for step, _ in own if step > read_manifest(path).step]
     if later:

@@ -328,7 +328,7 @@ def count_parameters(model: torch.nn.Module) -> int:
     quantized = (f"{name}.{part}" for name, _ in layers for part in (CODES, SCALES))
     skipped = {*copied, *tied_names(unwrap(model)), *quantized}
     plain: int = sum(math.prod(tensor.size()) for name, tensor in state.items() if name not in skipped)
-    return plain + sum(math.prod(layer.whole) for _, layer in layers)
+    return plain + sum(math.prod(layer.full_shape) for _, layer in layers)
 
 
 def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankGroup) -> None:

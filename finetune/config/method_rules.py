@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
-from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, POLICY_LOSSES, RATED, Method, Rollout
+from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, POLICY_LOSSES, RATED, Method, RolloutKeys
 from finetune.config.rule import Case, Rule, all_of, has_ep, has_fp8, has_sp, is_fsdp1, is_set, no_effect
 
 
@@ -135,7 +135,7 @@ RULES: tuple[Rule, ...] = (
         "is nothing to learn from it", advice="name another model",
     ),
     *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
-    *(_method_key(key.name) for key in fields(Rollout)),
+    *(_method_key(key.name) for key in fields(RolloutKeys)),
     *map(_method_key, LABEL_KEYS),
     *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
     Rule(

@@ -52,7 +52,7 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 # A key: its type and marks, then its help and default.
 # fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class RolloutKeys:
     """How completions are sampled from the model in training, and what they are worth."""
 
     rewards: Annotated[tuple[str, ...], PythonName, SameOnResume,
@@ -189,12 +189,12 @@ METHODS: Mapping[str, MethodFacts] = {
     ),
     "grpo": MethodFacts(
         says="samples completions of prompts, and learns which of them get the larger reward", rows="prompts",
-        keys=("loss_type", "beta", "temperature", *(key.name for key in fields(Rollout))),
+        keys=("loss_type", "beta", "temperature", *(key.name for key in fields(RolloutKeys))),
         defaults={"loss_type": DEFAULT_POLICY_LOSS, "beta": 0.0}, losses=tuple(POLICY_LOSSES),
     ),
     "on_policy_distill": MethodFacts(
         says="samples completions of prompts, and learns a larger model's probabilities for their tokens",
-        rows="prompts", keys=("loss_type", "temperature", *TEACHER_KEYS, *(key.name for key in fields(Rollout))),
+        rows="prompts", keys=("loss_type", "temperature", *TEACHER_KEYS, *(key.name for key in fields(RolloutKeys))),
         needs_teacher=True, defaults={"loss_type": DEFAULT_POLICY_LOSS, "num_generations": 1},
         losses=tuple(name for name, loss in POLICY_LOSSES.items() if loss.average != "sums"),
     ),

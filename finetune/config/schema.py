@@ -25,7 +25,7 @@ from finetune.config.keys import (
     StepsOrShare,
     keys_of,
 )
-from finetune.config.methods import METHODS, MethodFacts, Rollout
+from finetune.config.methods import METHODS, MethodFacts, RolloutKeys
 from finetune.config.methods import Method as Method
 from finetune.config.optimization import Optimization as Optimization
 from finetune.config.quantization import Quantization as Quantization
@@ -397,7 +397,7 @@ class Recipe:
     renamed: tuple[str, ...] = ()  # a line for each name of published files that stands for another (module_names)
     model: Model = field(default_factory=Model)
     method: Method = field(default_factory=Method)
-    rollout: Rollout = field(default_factory=Rollout)
+    rollout: RolloutKeys = field(default_factory=RolloutKeys)
     lora: Lora = field(default_factory=Lora)
     quantization: Quantization = field(default_factory=Quantization)
     quantization_aware: QuantizationAware = field(default_factory=QuantizationAware)

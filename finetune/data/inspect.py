@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -58,33 +58,58 @@ def inspect_command(options: argparse.Namespace) -> int:
     recipe = _build_recipe(options)
     tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
     train, report = preview_data(recipe, tokenizer, alone())
+    examples = train.examples
     names_model = options.recipe or options.model or not options.file
-    longest = recipe.data.max_length if recipe.data.streaming else int(train.examples.lengths.max())
+    longest = recipe.data.max_length if recipe.data.streaming else int(examples.lengths.max())
     warnings = check_model(recipe, tokenizer, longest) if names_model else []
-    example_ids = _select_examples(options, train.examples)
-    places = [train.examples.where(example_id) for example_id in example_ids]
+    example_ids = _select_examples(options, examples)
+    places = [examples.where(example_id) for example_id in example_ids]
     turns = read_turns(recipe, tokenizer, places) if options.turns or options.html else {}
     if options.json:
-        examples = [example_as_json(train.examples, tokenizer, example_id) for example_id in example_ids]
-        for example, place in zip(examples, places, strict=True):
-            example |= {"turns": [turn.as_json() for turn in turns[place]]} if place in turns else {}
-        content = {"report": report.as_json(), "warnings": warnings, "rows": examples}
+        rows = _examples_as_json(examples, tokenizer, example_ids, turns)
+        content = {"report": report.as_json(), "warnings": warnings, "rows": rows}
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         stream = unfiltered(sys.stdout)  # the lines are printable except for their colors
-        shown: set[str] = set()
-        for example_id, place in zip(example_ids, places, strict=True):
-            lines = list(format_example(train.examples, tokenizer, example_id, color))
-            lines += format_turns(turns[place], STYLES if color else {}) if place in {*turns} - shown else []
-            shown.add(place)  # a row that became several examples shows its turns once
+        for lines in _format_examples(examples, tokenizer, example_ids, turns, color):
             print("\n".join(lines), end="\n\n", file=stream)
         print("\n".join(format_report(report, warnings, color)), file=stream)
     if options.html:
         write_page(Path(options.html), turns, make_renderer(tokenizer, True).special_tokens)
         print(options.html, file=sys.stderr)
-    is_fatal = any(f.is_fatal for f in report.findings) or any(line.startswith("fatal:") for line in warnings)
-    return EXIT_USER_ERROR if is_fatal else 0
+    is_fatal = any(finding.is_fatal for finding in report.findings)
+    is_refused = any(line.startswith("fatal:") for line in warnings)
+    return EXIT_USER_ERROR if is_fatal or is_refused else 0
+
+
+Turns = Mapping[str, Sequence["ShownTurn"]]
+"""Place of a row -> its turns."""
+
+
+def _examples_as_json(
+    examples: Examples, tokenizer: Any, example_ids: Sequence[int], turns: Turns
+) -> list[dict[str, Any]]:
+    """Each example with the turns of its row, where they are known."""
+    rows = []
+    for example_id in example_ids:
+        row = example_as_json(examples, tokenizer, example_id)
+        own_turns = turns.get(examples.where(example_id))
+        if own_turns is not None:
+            row["turns"] = [turn.as_json() for turn in own_turns]
+        rows.append(row)
+    return rows
+
+
+def _format_examples(
+    examples: Examples, tokenizer: Any, example_ids: Sequence[int], turns: Turns, color: bool
+) -> Iterator[list[str]]:
+    """The lines of each example; a row that became several examples shows its turns once."""
+    left = dict(turns)
+    for example_id in example_ids:
+        lines = list(format_example(examples, tokenizer, example_id, color))
+        own_turns = left.pop(examples.where(example_id), ())
+        yield [*lines, *format_turns(own_turns, STYLES if color else {})]
 
 
 def _build_recipe(options: argparse.Namespace) -> Recipe:
@@ -157,17 +182,16 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
     example = examples[example_id]
     texts = decode_tokens(example, tokenizer)
     trained = find_trained_tokens(example)
-    return {
-        "example": example_id,
-        "where": examples.where(example_id),
-        **({"side": side} if (side := name_side(examples, example_id)) else {}),
-        "tokens": [
-            {"id": int(token), "text": text, "trained": on} | ({"image": True} if of_image else {})
-            for token, text, on, of_image in zip(
-                example.input_ids, texts, trained, find_image_tokens(examples, example_id), strict=True
-            )
-        ],
-    }
+    is_image = find_image_tokens(examples, example_id)
+    tokens = []
+    for i, token_id in enumerate(example.input_ids.tolist()):
+        token = {"id": token_id, "text": texts[i], "trained": trained[i]}
+        tokens.append(token | {"image": True} if is_image[i] else token)
+    side = name_side(examples, example_id)
+    described: dict[str, Any] = {"example": example_id, "where": examples.where(example_id)}
+    if side:
+        described["side"] = side
+    return described | {"tokens": tokens}
 
 
 def format_example(examples: Examples, tokenizer: Any, example_id: int, color: bool) -> Iterator[str]:
@@ -180,13 +204,12 @@ def format_example(examples: Examples, tokenizer: Any, example_id: int, color: b
         f"{counted(len(trained), 'token')}, {sum(trained)} trained"
     )
     yield f"\033[1m{head}{RESET}" if color else head
-    is_image = find_image_tokens(examples, example_id)
     texts = [printable(text) for text in decode_tokens(example, tokenizer)]
-    for _, run in groupby(enumerate(is_image), key=itemgetter(1)):  # an image's tokens are one word
-        places = [i for i, of_image in run if of_image]
-        texts[slice(places[0], places[-1] + 1) if places else slice(0)] = (
-            [f"[image: {counted(len(places), 'token')}]", *[""] * (len(places) - 1)] if places else []
-        )
+    for _, run in groupby(enumerate(find_image_tokens(examples, example_id)), key=itemgetter(1)):
+        places = [i for i, is_image in run if is_image]
+        if places:  # an image's tokens are one word
+            word = f"[image: {counted(len(places), 'token')}]"
+            texts[places[0] : places[-1] + 1] = [word] + [""] * (len(places) - 1)
     tokens = list(zip(texts, trained, strict=True))
     if color:
         yield "".join(f"{(TRAINED if on else UNTRAINED)[i % 2]}{text}{RESET}" for i, (text, on) in enumerate(tokens))
@@ -223,8 +246,8 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
 def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
     """bool[tokens]: whether each token stands for a part of an image."""
     ids = examples.stores[examples.store[example_id]].facts.get("image_token_ids", [])
-    found: list[bool] = np.isin(examples[example_id].input_ids, ids).tolist()
-    return found
+    is_image: list[bool] = np.isin(examples[example_id].input_ids, ids).tolist()
+    return is_image
 
 
 def find_trained_tokens(example: Example) -> list[bool]:
@@ -290,19 +313,22 @@ class ShownTurn:
 
 def read_turns(recipe: Recipe, tokenizer: Any, places: Collection[str]) -> dict[str, list[ShownTurn]]:
     """Place of a row -> its turns, for each of `places`. Reads the sources up to the last of them."""
-    data, found, left = recipe.data, dict[str, list[ShownTurn]](), set(places)
-    renderer = make_renderer_of(data, tokenizer)
-    for source in data.datasets:
-        reader, of_source = GroupReader(recipe.method_facts.rows), add_variables(renderer, source.chat_template_kwargs)
-        for batch in read_rows(source, streaming=data.streaming):
+    turns: dict[str, list[ShownTurn]] = {}
+    left = set(places)
+    plain_renderer = make_renderer_of(recipe.data, tokenizer)
+    for source in recipe.data.datasets:
+        reader = GroupReader(recipe.method_facts.rows)
+        renderer = add_variables(plain_renderer, source.chat_template_kwargs)
+        for batch in read_rows(source, streaming=recipe.data.streaming):
             names = [name_place(batch.file, number) for number in batch.numbers]
-            for name, row in zip(names, reader.read(batch.rows, source) if left & {*names} else (), strict=False):
-                if name in left and not isinstance(row, BadRow):
-                    found[name] = [turn for group in row.groups for turn in _show(group, of_source)]
+            if left & set(names):
+                for name, row in zip(names, reader.read(batch.rows, source), strict=True):
+                    if name in left and not isinstance(row, BadRow):
+                        turns[name] = list(chain.from_iterable(_show(group, renderer) for group in row.groups))
             left -= set(names)
             if not left:
-                return found
-    return found
+                return turns
+    return turns
 
 
 def _show(group: Any, renderer: Renderer) -> Iterator[ShownTurn]:

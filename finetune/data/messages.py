@@ -48,9 +48,9 @@ def parse_messages(
         raise BadRow("the list of messages is empty")
     messages: list[Message] = []
     trained: list[bool] = []
-    found: list[Any] = []
+    part_images: list[Any] = []
     for number, turn in enumerate(turns, 1):
-        message, is_trained = _parse_message(turn, number, found)
+        message, is_trained = _parse_message(turn, number, part_images)
         if messages and messages[-1]["role"] == "assistant" and _normalize_role(turn) in CALL_ROLES:
             # ShareGPT has a turn for the text and one for each call; a chat template reads them as one message.
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
@@ -65,7 +65,7 @@ def parse_messages(
     _check_order([message["role"] for message in messages])
     for message in messages:
         message.pop("channel", None)
-    return tuple(messages), tuple(trained), _find_images(messages, found, images)
+    return tuple(messages), tuple(trained), _find_images(messages, part_images, images)
 
 
 def _find_images(messages: Sequence[Message], of_parts: Sequence[Any], of_row: Sequence[Any]) -> tuple[Any, ...]:
@@ -159,40 +159,66 @@ def list_columns(columns: Collection[str]) -> str:
 
 
 def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, bool]:
+    """(a turn as chat templates read it, whether it is trained on); adds its images to `images`. Raises `BadRow`."""
     if not isinstance(turn, dict):
         raise BadRow(f"message {number}: a mapping with role and content is expected, found {describe_value(turn)}")
-    role = _normalize_role(turn)
-    if role not in ROLES:
+    name = _normalize_role(turn)
+    if name not in ROLES:
         raise BadRow(
             f"message {number}: unknown role {describe_value(turn.get('role', turn.get('from')))}; known are system, "
             "developer, user, assistant, tool (human, gpt, function_call and observation too)"
         )
+    content, calls = _separate_calls(turn, name, number)
+    message: Message = {"role": ROLES[name], "content": _read_content(content, ROLES[name], number, images)}
+    known = KNOWN_KEYS | {"recipient"} if isinstance(turn.get("recipient"), str) else KNOWN_KEYS
+    message |= {key: value for key, value in turn.items() if key not in known and value is not None}
+    if calls:
+        listed = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [_parse_call(call, number) for call in listed]
+    return message, _read_train(turn, number)
+
+
+def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
+    """(the content of a turn, its calls): of keys of their own, or in place of the content. Raises `BadRow`.
+
+    `name`: the turn's role, as a key of ROLES.
+    """
     content = turn.get("content", turn.get("value"))
     calls = parse_json(turn.get("tool_calls")) or parse_json(turn.get("function_call"))
-    if role in CALL_ROLES:
-        content, calls = "", parse_json(content)
+    if name in CALL_ROLES:
+        calls = parse_json(content)
+        content = ""
         if not calls:
-            raise BadRow(f"message {number}: {role}: JSON of {{name, arguments}} is expected, found nothing")
+            raise BadRow(f"message {number}: {name}: JSON of {{name, arguments}} is expected, found nothing")
     recipient = turn.get("recipient")
-    if isinstance(recipient, str) and recipient.startswith("functions.") and ROLES[role] == "assistant":
-        content, calls = "", {"name": recipient.removeprefix("functions."), "arguments": content}  # gpt-oss
+    if isinstance(recipient, str) and recipient.startswith("functions.") and ROLES[name] == "assistant":  # gpt-oss
+        return "", {"name": recipient.removeprefix("functions."), "arguments": content}
     if content is None and calls:
         content = ""
-    is_parts = isinstance(content, list) and any(isinstance(part, dict) and "type" in part for part in content)
-    if ROLES[role] == "tool" and content is not None and not isinstance(content, str) and not is_parts:
-        content = json.dumps(content, ensure_ascii=False)  # a result as an object: templates write texts
-    if isinstance(content, list):
-        content = "".join(_parse_part(part, number, images) for part in content)
+    return content, calls
+
+
+def _read_content(content: Any, role: str, number: int, images: list[Any]) -> str:
+    """A content as text; the images among its parts are added to `images`. Raises `BadRow`."""
+    if isinstance(content, list) and (role != "tool" or _has_parts(content)):
+        return "".join(_parse_part(part, number, images) for part in content)
+    if role == "tool" and content is not None and not isinstance(content, str):
+        return json.dumps(content, ensure_ascii=False)  # a result as an object: templates write texts
     if not isinstance(content, str):
         raise BadRow(f"message {number}: content: text is expected, found {describe_value(content)}")
-    known = KNOWN_KEYS | {"recipient"} if isinstance(recipient, str) else KNOWN_KEYS
-    message = {key: value for key, value in turn.items() if key not in known and value is not None}
-    if calls:
-        message["tool_calls"] = [_parse_call(call, number) for call in (calls if isinstance(calls, list) else [calls])]
+    return content
+
+
+def _has_parts(content: list[Any]) -> bool:
+    return any(isinstance(part, dict) and "type" in part for part in content)
+
+
+def _read_train(turn: Message, number: int) -> bool:
+    """Whether a turn is trained on, as far as it says: `train`, or OpenAI's `weight`. Raises `BadRow`."""
     train = turn.get("train") if turn.get("train") is not None else turn.get("weight")
     if train not in (None, True, False):  # 0 and 1 are equal to these
         raise BadRow(f"message {number}: train: true or false is expected, found {describe_value(train)}")
-    return {"role": ROLES[role], "content": content, **message}, train is None or bool(train)
+    return train is None or bool(train)
 
 
 def role_of(turn: Any) -> Any:

@@ -6,7 +6,7 @@ Their order is a pure function of (seed, epoch): the state of the loader is one 
 import json
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -22,7 +22,7 @@ from torch import Tensor
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.batches import Ids, MicroBatch, StepBatch
-from finetune.data.examples import Examples, expand_groups, make_generator
+from finetune.data.examples import Example, Examples, expand_groups, make_generator
 from finetune.data.images import ImageProcessor
 from finetune.data.messages import BadRow
 from finetune.distributed.world import DataParallelRank
@@ -253,11 +253,8 @@ class StoredBatches:
         )
 
     def list_micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
-        """The example ids of each micro-batch of a rank; as many on every rank, of which the last may be empty."""
-        size = self.per_device_batch_size
-        count = ceil(ceil(len(rows) / self.world.size) / size)
-        mine = rows[rank :: self.world.size]
-        return [np.concatenate([np.zeros(0, np.int64), *mine[i * size : (i + 1) * size]]) for i in range(count)]
+        """As `deal_rows`, to a rank of this run."""
+        return deal_rows(rows, rank, self.world.size, self.per_device_batch_size)
 
     def batches(self, from_step: int = 0, on_report: object = None) -> Iterator[StepBatch]:
         """The step batches from `from_step` to the end, built in advance by threads, in pinned memory for CUDA.
@@ -286,6 +283,20 @@ class StoredBatches:
         if self.world.device.type != "cuda":
             return batch
         return replace(batch, micro_batches=tuple(micro_batch.pin_memory() for micro_batch in batch.micro_batches))
+
+
+def deal_rows(rows: Sequence[Ids], rank: int, ranks: int, size: int) -> list[Ids]:
+    """The example ids of each micro-batch of a rank; as many on every rank, of which the last may be empty.
+
+    Args:
+        rows: Of a step, each the ids of its examples.
+        rank: Of `ranks`.
+        ranks: That share the rows: rank r has the rows r, r + ranks, ...
+        size: Rows in a micro-batch.
+    """
+    count = ceil(ceil(len(rows) / ranks) / size)
+    own = rows[rank::ranks]
+    return [np.concatenate([np.zeros(0, np.int64), *own[i * size : (i + 1) * size]]) for i in range(count)]
 
 
 def make_batches(
@@ -329,7 +340,9 @@ def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, par
     if len(ids) == 0:
         micro_batch = make_filler(packing, parts)
     else:
-        micro_batch = _pack(examples, ids, parts) if packing else _pad(examples, ids, pad_token_id, parts)
+        documents = [examples[example_id] for example_id in ids]
+        micro_batch = pack_documents(documents, parts) if packing else pad_documents(documents, pad_token_id, parts)
+        micro_batch = replace(micro_batch, example_ids=tuple(ids.tolist()))
     if parts > 1:
         micro_batch = _take_part(micro_batch, part, parts)
     return micro_batch if examples.group_size == 1 else micro_batch.with_documents()
@@ -338,9 +351,9 @@ def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, par
 def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProcessor) -> MicroBatch:
     """The micro-batch with the pixels of its documents' images. Raises `UserError` where one cannot be read."""
     ids = micro_batch.example_ids
-    found = [image for example_id in ids for image in examples.read_images(example_id)]
+    read = [image for example_id in ids for image in examples.read_images(example_id)]
     try:
-        inputs = images.make_inputs(found) if found else images.blank_inputs
+        inputs = images.make_inputs(read) if read else images.blank_inputs
     except BadRow as problem:
         raise UserError(f"one of {', '.join(map(examples.where, ids))}: {problem}") from None
     return replace(micro_batch, images=inputs, image_counts=tuple(map(examples.count_images, ids)))
@@ -356,18 +369,19 @@ def _take_part(micro_batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     )
 
 
-def _pack(examples: Examples, ids: Ids, parts: int) -> MicroBatch:
-    lengths = examples.lengths[ids].astype(np.int64)
-    tokens = int(lengths.sum())
+def pack_documents(documents: Sequence[Example], parts: int = 1) -> MicroBatch:
+    """Documents one after another in a single row, whose tokens `parts` divides. `example_ids` are left empty."""
+    document_lengths = [len(document.input_ids) for document in documents]
+    tokens = sum(document_lengths)
     padding = -tokens % (ROUND_TOKENS * parts)
-    picked = [examples[example_id] for example_id in ids]
     # The padding repeats a token of the text. The pad token's embedding may be zero, and where a document holds nothing
     # else, Gemma 3n, which takes the square root of its states' mean square, has a gradient of 0 x infinity.
-    input_ids = np.full(tokens + padding, picked[0].input_ids[0], np.int64)
+    input_ids = np.full(tokens + padding, documents[0].input_ids[0], np.int64)
     labels = np.full(tokens + padding, IGNORE_INDEX, np.int64)
-    np.concatenate([example.input_ids for example in picked], out=input_ids[:tokens])
-    np.concatenate([example.labels for example in picked], out=labels[:tokens])
-    lengths = np.append(lengths, padding) if padding else lengths  # a document of its own, which no other attends to
+    np.concatenate([document.input_ids for document in documents], out=input_ids[:tokens])
+    np.concatenate([document.labels for document in documents], out=labels[:tokens])
+    # The padding is a document of its own, which no other attends to.
+    lengths = np.array([*document_lengths, padding] if padding else document_lengths, np.int64)
     ends = np.cumsum(lengths)
     positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
     return MicroBatch(
@@ -377,32 +391,32 @@ def _pack(examples: Examples, ids: Ids, parts: int) -> MicroBatch:
         trained_positions=_find_trained_positions(labels),
         cu_seq_lens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
         max_document_length=int(lengths.max()),
-        example_ids=tuple(ids.tolist()),
-        document_lengths=tuple(examples.lengths[ids].tolist()),
+        example_ids=(),
+        document_lengths=tuple(document_lengths),
         packed_lengths=tuple(lengths.tolist()),
         token_mask=(torch.arange(tokens + padding) < tokens)[None],
     )
 
 
-def _pad(examples: Examples, ids: Ids, pad_token_id: int, parts: int) -> MicroBatch:
-    longest = -(-int(examples.lengths[ids].max()) // parts) * parts
-    input_ids = np.full((len(ids), longest), pad_token_id, np.int64)
-    labels = np.full((len(ids), longest), IGNORE_INDEX, np.int64)
-    lengths = torch.from_numpy(examples.lengths[ids].astype(np.int64))
-    for row, example_id in enumerate(ids):
-        example = examples[example_id]
-        input_ids[row, : len(example.input_ids)] = example.input_ids
-        labels[row, : len(example.labels)] = example.labels
+def pad_documents(documents: Sequence[Example], pad_token_id: int, parts: int = 1) -> MicroBatch:
+    """Documents in a row each, all as long as the longest, which `parts` divides. `example_ids` are left empty."""
+    lengths = [len(document.input_ids) for document in documents]
+    longest = -(-max(lengths) // parts) * parts
+    input_ids = np.full((len(documents), longest), pad_token_id, np.int64)
+    labels = np.full((len(documents), longest), IGNORE_INDEX, np.int64)
+    for row, document in enumerate(documents):
+        input_ids[row, : lengths[row]] = document.input_ids
+        labels[row, : lengths[row]] = document.labels
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
-        position_ids=torch.arange(longest).repeat(len(ids), 1),
+        position_ids=torch.arange(longest).repeat(len(documents), 1),
         trained_positions=_find_trained_positions(labels),
         cu_seq_lens=None,
         max_document_length=longest,
-        example_ids=tuple(ids.tolist()),
-        document_lengths=tuple(examples.lengths[ids].tolist()),
-        token_mask=torch.arange(longest) < lengths[:, None],
+        example_ids=(),
+        document_lengths=tuple(lengths),
+        token_mask=torch.arange(longest) < torch.tensor(lengths)[:, None],
     )
 
 
@@ -419,7 +433,7 @@ def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
     again."""
     tokens = ROUND_TOKENS * parts
     return MicroBatch(
-        input_ids=torch.ones(1, tokens, dtype=torch.int64),  # 0 is often the pad token, see `_pack`
+        input_ids=torch.ones(1, tokens, dtype=torch.int64),  # 0 is often the pad token, see `pack_documents`
         labels=torch.full((1, tokens), IGNORE_INDEX, dtype=torch.int64),
         position_ids=torch.arange(tokens)[None],
         trained_positions=torch.zeros(0, dtype=torch.int64),

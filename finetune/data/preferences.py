@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from finetune.config.methods import RATED
@@ -164,25 +165,41 @@ def _read_turns(value: Any, column: str) -> list[Any]:
 def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt_name: str | None) -> tuple[Side, Side]:
     """The pair of a conversational row: a prompt and answers, or two conversations that begin alike."""
     turns = [make_message("user", prompt)] if isinstance(prompt, str) else list(prompt or [])
-    if turns and not any(role_of(side[0]) in ASKING for side in sides):
-        chosen, rejected = (make_conversation(columns, [*without_training(turns), *side]) for side in sides)
+    holds_prompt = any(role_of(side[0]) in ASKING for side in sides)
+    if turns and not holds_prompt:
+        before = without_training(turns)
+        chosen, rejected = (make_conversation(columns, [*before, *side]) for side in sides)
         return chosen, rejected
     # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such as a system message.
     before = turns if prompt_name == "prompt" and isinstance(prompt, list) else []
-    before = [] if all(side[: len(before)] == before for side in sides) else before
+    is_repeated = all(side[: len(before)] == before for side in sides)
+    if is_repeated:
+        before = []
     chosen, rejected = (make_conversation(columns, [*before, *side]) for side in sides)
     shared = _count_shared(chosen.messages, rejected.messages)
+    _require_shared(shared, chosen, rejected, prompt, prompt_name)
+    return _train_from(shared, chosen), _train_from(shared, rejected)
+
+
+def _require_shared(
+    shared: int, chosen: Conversation, rejected: Conversation, prompt: Any, prompt_name: str | None
+) -> None:
+    """Raises `BadRow` where two conversations share no message, or differ where it is not the assistant's turn."""
     if shared == 0:
-        advice = "; name its column (prompt_column)" if prompt_name is None else ""
-        advice = f", and {prompt_name} is an empty list" if prompt == [] else advice
+        advice = ""
+        if prompt == []:
+            advice = f", and {prompt_name} is an empty list"
+        elif prompt_name is None:
+            advice = "; name its column (prompt_column)"
         raise BadRow(f"chosen and rejected have no common prompt: their first messages differ{advice}")
     if any(side.messages[shared]["role"] != "assistant" for side in (chosen, rejected)):
         raise BadRow(f"message {shared + 1}: chosen and rejected differ in a turn that is not the assistant's")
-    chosen, rejected = (
-        replace(side, trained=tuple(on and i >= shared for i, on in enumerate(side.trained)))
-        for side in (chosen, rejected)
-    )
-    return chosen, rejected
+
+
+def _train_from(first: int, conversation: Conversation) -> Conversation:
+    """The conversation, of which no turn before message `first` is trained on."""
+    trained = tuple(on and i >= first for i, on in enumerate(conversation.trained))
+    return replace(conversation, trained=trained)
 
 
 def _check_prompt(columns: Columns, chosen: Side, prompt: str | list[Any] | None) -> tuple[str, ...]:
@@ -319,14 +336,18 @@ def find_mismatched(documents: Sequence[Document], earlier: Document | None) -> 
     None where there is none.
     """
     count = len(documents)
-    found: list[Document | None] = []
+    mismatched: list[Document | None] = []
     for i, document in enumerate(documents):
-        others = (documents[(i + k) % count] for k in range(1, count))
-        another = next((other for other in others if not have_same_prompt(document, other)), None)
-        if another is None and earlier is not None and not have_same_prompt(document, earlier):
-            another = earlier
-        found.append(another)
-    return found
+        following = (documents[(i + k) % count] for k in range(1, count))
+        candidates = chain(following, () if earlier is None else (earlier,))
+        mismatched.append(next((other for other in candidates if _can_mismatch(other, document)), None))
+    return mismatched
+
+
+def _can_mismatch(other: Document, document: Document) -> bool:
+    """Whether `other` has an answer, which `train: false` takes from it, and to another prompt than `document`."""
+    has_answer = not isinstance(other, Conversation) or any(other.trained)
+    return has_answer and not have_same_prompt(document, other)
 
 
 def _train_last(conversation: Conversation) -> Conversation:

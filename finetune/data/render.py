@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -75,45 +76,65 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
         renderer = read_parts(renderer)
     if not isinstance(document, Conversation) or not renderer.assistant_only:
         return (render(document, renderer),)
-    renderer, document = add_variables(renderer, document.variables), replace(document, variables={})
+    renderer = add_variables(renderer, document.variables)
+    document = replace(document, variables={})
     if renderer.turns == "last":
-        document = _keep_turns(document, [i for i, trained in enumerate(document.trained) if trained][-1:])
-    whole = _render_laid_out(document, renderer) if renderer.turns != "split" else None
-    if whole is not None:
-        cut = renderer.turns != "whole" and any(_cuts_token(whole.text, span, renderer) for span in whole.spans[:-1])
-        if not cut:
-            return (whole,)
+        document = _keep_turns(document, _trained_turns(document)[-1:])
+    laid_out = _render_laid_out(document, renderer) if renderer.turns != "split" else None
+    if laid_out is not None:
+        earlier = laid_out.spans[:-1]
+        if renderer.turns == "whole" or not any(_cuts_token(laid_out.text, span, renderer) for span in earlier):
+            return (laid_out,)
     asked = ask_turns(document, renderer)
-    if renderer.turns == "whole" or len(asked) < sum(document.trained) or not asked:  # markers may enclose no turn
+    is_known = asked and len(asked) == sum(document.trained)  # markers may enclose no turn
+    if renderer.turns == "whole" or not is_known:
         return (_render_whole(document, asked, renderer),)
-    latest = max(asked)
+    return _render_apart(document, asked, renderer)
 
-    def holds(text: str, i: int) -> bool:
-        turn = asked[i]
-        return turn.is_in(text) and (i == latest or not _cuts_token(text, (turn.start, turn.end), renderer))
 
+def _render_apart(
+    conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
+) -> tuple[RenderedText, ...]:
+    """The fewest texts in which each turn stands as inference has it; under `turns: split` one for each.
+
+    From the last turn to the first: a text ends with a turn, and holds every earlier one that it writes so.
+    """
     texts: list[RenderedText] = []
-    while asked:  # from the last turn to the first: a text holds every earlier turn that it writes as inference does
-        last = max(asked)
-        text = asked[last].text
-        held = {i: turn for i, turn in asked.items() if i == last or (renderer.turns != "split" and holds(text, i))}
-        texts.append(_render_asked(_keep_turns(document, held), held, renderer))
-        asked = {i: turn for i, turn in asked.items() if i not in held}
-    split = ("turns_split",) if len(texts) > 1 else ()
-    return tuple(replace(text, findings=(*text.findings, *split)) for text in reversed(texts))
+    left = dict(asked)
+    while left:
+        last = max(left)
+        text = left[last].text
+        held = {last}
+        if renderer.turns != "split":
+            held |= {i for i, turn in left.items() if i != last and _has_turn(text, turn, renderer)}
+        turns = {i: turn for i, turn in left.items() if i in held}
+        texts.append(_render_asked(_keep_turns(conversation, held), turns, renderer))
+        left = {i: turn for i, turn in left.items() if i not in held}
+    if len(texts) > 1:
+        texts = [replace(text, findings=(*text.findings, "turns_split")) for text in texts]
+    return tuple(reversed(texts))
+
+
+def _has_turn(text: str, turn: AskedTurn, renderer: Renderer) -> bool:
+    """Whether `text`, of a longer conversation, has a turn as inference has it, token by token."""
+    return turn.is_in(text) and not _cuts_token(text, (turn.start, turn.end), renderer)
+
+
+def _trained_turns(conversation: Conversation) -> list[int]:
+    return [i for i, is_trained in enumerate(conversation.trained) if is_trained]
 
 
 def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
     """Whether a token of the whole text, as inference has it later, crosses a border of a trained span."""
+    special = renderer.special_tokens
     for border in span:
-        special = renderer.special_tokens
-        begin, end = max(border - CONTEXT, 0), border + CONTEXT
+        begin = max(border - CONTEXT, 0)
         begin = max((match.end() for match in special.finditer(text, begin, border)), default=begin)
+        end = min(border + CONTEXT, len(text))
         following = special.search(text, border, end)
         end = following.start() if following else end
-        if begin < border < min(end, len(text)) and not keeps_border(
-            renderer.backend, text[begin:border], text[border:end]
-        ):
+        is_inside = begin < border < end
+        if is_inside and not keeps_border(renderer.backend, text[begin:border], text[border:end]):
             return True
     return False
 
@@ -220,8 +241,11 @@ def _leave_out(rendered: RenderedText, words: Span | None) -> RenderedText:
     if words is None:
         return rendered
     start, end = words
-    cut = [piece for a, b in rendered.spans for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]]
-    return replace(rendered, spans=tuple(cut))
+    spans: list[Span] = []
+    for first, last in rendered.spans:
+        around = ((first, min(last, start)), (max(first, end), last))
+        spans += [span for span in around if span[0] < span[1]]
+    return replace(rendered, spans=tuple(spans))
 
 
 def _compare_with_asked(
@@ -233,8 +257,8 @@ def _compare_with_asked(
         if rendered.text.startswith(expected) and turn.is_continued:
             continue
         name = "prompt_not_continued" if not turn.is_continued else "unlike_inference"
-        found, seen = _show_difference(rendered.text, expected, renderer)
-        difference = f"message {i + 1} is trained with {found!r} where inference has {seen!r}"
+        trained, seen = _show_difference(rendered.text, expected, renderer)
+        difference = f"message {i + 1} is trained with {trained!r} where inference has {seen!r}"
         known = [each for each in rendered.findings if each != "no_reasoning"]  # what it would say is part of this
         return replace(rendered, findings=(*known, name), difference=difference)
     for i, turn in sorted(turns.items() if renderer.response_template else ()):
@@ -258,28 +282,27 @@ def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Render
         else THINKING_END.split(message["content"])[-1]
     )
     expected = {"reasoning": read_reasoning(message), "content": content.strip(), "calls": _list_calls(message)}
-    found = {
+    read_back = {
         "reasoning": read_reasoning({**read, "content": ""}),
         "content": str(read.get("content") or "").strip(),
         "calls": _list_calls(read),
     }
-    name = next((name for name in expected if found[name] != expected[name]), None)
-    return f"{name} {expected[name]!r} is read back as {found[name]!r}" if name else ""
+    name = next((name for name in expected if read_back[name] != expected[name]), None)
+    return f"{name} {expected[name]!r} is read back as {read_back[name]!r}" if name else ""
 
 
 def _list_calls(message: Message) -> list[tuple[str, dict[str, str]]]:
     """The name and arguments of each call. A format without types, such as XML, gives each value as text."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    return [
-        (
-            call.get("name", ""),
-            {
-                name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                for name, value in dict(parse_json(call.get("arguments")) or {}).items()
-            },
-        )
-        for call in calls
-    ]
+    listed = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = dict(parse_json(function.get("arguments")) or {})
+        listed.append((function.get("name", ""), {name: _as_text(value) for name, value in arguments.items()}))
+    return listed
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str, str]:
@@ -287,11 +310,10 @@ def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str,
     tokens = [renderer.backend.encode(each, add_special_tokens=False) for each in (text, expected)]
     ids = zip_longest(*(each.ids for each in tokens))
     first = next((i for i, (one, other) in enumerate(ids) if one != other), 0)
-    found, seen = (
-        each[slice(*encoded.offsets[first])] if first < len(encoded.ids) else ""
-        for each, encoded in zip((text, expected), tokens, strict=True)
-    )
-    return found, seen
+    differing = []
+    for each, encoded in zip((text, expected), tokens, strict=True):
+        differing.append(each[slice(*encoded.offsets[first])] if first < len(encoded.ids) else "")
+    return differing[0], differing[1]
 
 
 def render(document: Document, renderer: Renderer) -> RenderedText:
@@ -301,8 +323,8 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             # A BOS in the text would be a second one beside the tokenizer's own.
             text = text.removeprefix(renderer.bos)
             typed = ("typed_special_token",) if renderer.special_tokens.search(text) else ()
-            whole = text + renderer.eos
-            return RenderedText(whole, ((0, len(whole)),), True, typed)
+            text += renderer.eos
+            return RenderedText(text, ((0, len(text)),), True, typed)
         case TokenRow(ids, trained):
             vocabulary = renderer.backend.get_vocab_size()
             unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
@@ -317,14 +339,15 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
                 if renderer.tools:
                     raise BadRow("a prompt as text has no chat template, which describes the tools; make it messages")
                 return RenderedText(question.removeprefix(renderer.bos), (), True, row=row)
-            messages, own = read_messages(question, renderer), add_variables(renderer, question.variables)
-            whole = apply_template(own, messages, question.tools or own.tools, add_generation_prompt=True)
-            return RenderedText(whole, (), False, tuple(check_prompt(document, whole, renderer.has_template)), row=row)
+            messages = read_messages(question, renderer)
+            own = add_variables(renderer, question.variables)
+            text = apply_template(own, messages, question.tools or own.tools, add_generation_prompt=True)
+            return RenderedText(text, (), False, tuple(check_prompt(document, text, renderer.has_template)), row=row)
         case Completion(prompt, completion, _):
             prompt = prompt.removeprefix(renderer.bos)
-            whole = prompt + completion + renderer.eos
+            text = prompt + completion + renderer.eos
             findings = tuple(_check_completion(document, renderer))
-            return RenderedText(whole, ((len(prompt), len(whole)),), True, findings)
+            return RenderedText(text, ((len(prompt), len(text)),), True, findings)
         case Conversation():
             renderer = add_variables(read_parts(renderer) if document.images else renderer, document.variables)
             laid_out = _render_laid_out(document, renderer)
@@ -360,20 +383,20 @@ def write_images(
     assert isinstance(document, Conversation) and renderer.images is not None
     token, last = find_image_token(renderer), max(text.turns, default=len(document.messages))
     counts = [sum(m["content"].count(IMAGE) for m in document.messages[:end]) for end in (last + 1, None)]
-    found = text.text.count(token)
+    written_places = text.text.count(token)
     typed = [word for word in renderer.images.reserved if word != token and word in text.text]
-    if found not in counts or typed:
+    if written_places not in counts or typed:
         raise BadRow(
-            f"image: the chat template writes {token} {found} times for {counts[0]} images"
+            f"image: the chat template writes {token} {written_places} times for {counts[0]} images"
             if not typed
             else f"image: the text holds {typed[0]}, which stands for an image"
         )
-    images = images[:found]
+    images = images[:written_places]
     written = [renderer.images.expand(open_image(image).size) for image in images]
-    whole, spans = place_images(text.text, text.spans, written, token)
+    expanded, spans = place_images(text.text, text.spans, written, token)
     identity = xxhash.xxh3_64_intdigest(f"{text.group_hash}{hash_images(images)}{text.text}".encode())
     # Its turns stand elsewhere now, and only `inspect --turns` shows them.
-    return replace(text, text=whole, spans=spans, turns={}, images=tuple(images), group_hash=identity)
+    return replace(text, text=expanded, spans=spans, turns={}, images=tuple(images), group_hash=identity)
 
 
 def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]:
@@ -436,30 +459,45 @@ def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Spa
 
     `turns`: message index -> span of an assistant's turn in the text; empty if the turns cannot be found in it.
     """
-    messages, trained = conversation.messages, conversation.trained
-    answers = {
-        i: text[slice(*turns[i])] if i in turns else text for i, m in enumerate(messages) if m["role"] == "assistant"
-    }
-    last = max(answers)
+    messages = conversation.messages
     if any(m["role"] in ("system", "developer") and m["content"].strip() not in text for m in messages):
         yield "system_dropped"
     if any(m["role"] == "user" and _take_last_line(m["content"]) not in text for m in messages):
         yield "user_dropped"
-    # Templates may rewrite the content of earlier turns, so only the last one is compared, and those with tool calls.
-    compared = (i for i in answers if trained[i] and (i == last or messages[i].get("tool_calls")))
-    if any(_take_last_line(messages[i]["content"]) not in text for i in compared):
-        yield "assistant_dropped"
-    said = {i: messages[i]["content"].strip() or messages[i].get("tool_calls") for i in answers}
-    if any(trained[i] and not (said[i] or read_reasoning(messages[i])) for i in answers):
-        yield "empty_answer"
-    dropped = [i for i in answers for call in messages[i].get("tool_calls", ()) if not _holds_call(answers[i], call)]
-    if any(trained[i] for i in dropped):
+    answers = {}  # message index -> text of an assistant's turn, as far as it is known
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            answers[i] = text[slice(*turns[i])] if i in turns else text
+    yield from _find_dropped_answers(conversation, text, answers)
+    without_call = {i for i, answer in answers.items() if not _holds_calls(answer, messages[i])}
+    if any(conversation.trained[i] for i in without_call):
         yield "tool_calls_dropped"
-    if any(not trained[i] for i in dropped) or not _holds_tools(conversation, text, turns):
+    if not all(conversation.trained[i] for i in without_call) or not _holds_tools(conversation, text, turns):
         yield "tools_dropped"
-    reasoned = (i for i in answers if trained[i])
-    if any(not _holds(answers[i], read_reasoning(messages[i]).rpartition("\n")[2].strip()) for i in reasoned):
+    if any(conversation.trained[i] and not _holds_reasoning(answers[i], messages[i]) for i in answers):
         yield "reasoning_dropped"
+
+
+def _find_dropped_answers(conversation: Conversation, text: str, answers: Mapping[int, str]) -> Iterator[str]:
+    """Of `_find_dropped`, what trained answers say and the text does not."""
+    messages = [conversation.messages[i] for i in answers if conversation.trained[i]]
+    # Templates may rewrite the content of earlier turns, so only the last one is compared, and those with tool calls.
+    last = conversation.messages[max(answers)]
+    compared = (message for message in messages if message is last or message.get("tool_calls"))
+    if any(_take_last_line(message["content"]) not in text for message in compared):
+        yield "assistant_dropped"
+    if any(_says_nothing(message) for message in messages):
+        yield "empty_answer"
+
+
+def _says_nothing(message: Message) -> bool:
+    """Whether an assistant's message has neither words, nor calls, nor reasoning."""
+    return not (message["content"].strip() or message.get("tool_calls") or read_reasoning(message))
+
+
+def _holds_reasoning(answer: str, message: Message) -> bool:
+    """Whether the last line of a message's reasoning stands in the assistant's turn."""
+    return _holds(answer, read_reasoning(message).rpartition("\n")[2].strip())
 
 
 def _take_last_line(content: str) -> str:
@@ -467,10 +505,13 @@ def _take_last_line(content: str) -> str:
     return str(THINKING_END.split(content)[-1].strip().rpartition("\n")[2].rpartition(IMAGE)[2].strip())
 
 
-def _holds_call(answer: str, call: Message) -> bool:
-    """Whether a call's name and the names of its arguments stand in the assistant's turn."""
-    function = call["function"]
-    return all(_holds(answer, str(name)) for name in (function["name"], *function.get("arguments", ())))
+def _holds_calls(answer: str, message: Message) -> bool:
+    """Whether the names of a message's calls and of their arguments stand in the assistant's turn."""
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        if not all(_holds(answer, str(name)) for name in (function["name"], *function.get("arguments", ()))):
+            return False
+    return True
 
 
 def _holds_tools(conversation: Conversation, text: str, turns: Mapping[int, Span]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from finetune.config.methods import GROUP_SIZES, RowKind
 from finetune.config.schema import Data, DatasetSource
@@ -78,30 +79,51 @@ def render_group(
 
     Raises `BadRow` where the chat template rejects one of them, or it is not valid Unicode.
     """
-    texts: tuple[RenderedText, ...] = ()
+    texts = _render_documents(group, renderer, folder)
+    encoded = _encode_texts(texts)
+    findings: tuple[str, ...] = ()
+    if len(group.documents) == 1:
+        return texts, findings
+    if not group.rating:
+        texts = _begin_alike(group, texts, renderer)
+        findings = tuple(_check_pair(group, texts))
+    if {"sides_equal", "side_empty", "side_untrained"} & set(findings):
+        return (), findings
+    group_hash = _hash_group(group, texts, encoded)
+    return tuple(replace(text, group_hash=group_hash, rating=group.rating) for text in texts), findings
+
+
+def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[RenderedText, ...]:
+    """The texts of each document of a group with its images; a document that is alone may have several."""
+    texts: list[RenderedText] = []
     for document in group.documents:
         images = [read_image(image, folder) for image in getattr(document, "images", ())]
         if images:
             find_image_token(renderer)  # a text model's template would only say that it expects text
-        own = render_turns(document, renderer) if len(group.documents) == 1 else (render(document, renderer),)
-        texts += tuple(write_images(text, document, images, renderer) for text in own)
+        is_alone = len(group.documents) == 1
+        rendered = render_turns(document, renderer) if is_alone else (render(document, renderer),)
+        texts += [write_images(text, document, images, renderer) for text in rendered]
+    return tuple(texts)
+
+
+def _encode_texts(texts: Sequence[RenderedText]) -> list[bytes]:
+    """Each text as UTF-8. Raises `BadRow` where one, or what rewards read of its row, is not valid Unicode."""
     try:
-        encoded = [text.text.encode() for text in texts]
         for text in texts:
-            text.row.encode()  # what rewards read of a prompt's other columns
+            text.row.encode()
+        return [text.text.encode() for text in texts]
     except UnicodeEncodeError:
         raise BadRow(NOT_UNICODE) from None
-    if len(group.documents) == 1:
-        return texts, ()
-    texts = texts if group.rating else _begin_alike(group, texts, renderer)
-    findings = () if group.rating else tuple(_check_pair(group, texts))
-    if {"sides_equal", "side_empty", "side_untrained"} & set(findings):
-        return (), findings
-    # A mismatched answer depends on the rows around it: the same answer, rated alike, is a duplicate.
-    identity = b"".join(encoded) if not group.rating else encoded[0] + bytes([group.rating > 0])
-    identity += "".join(hash_images(text.images) for text in texts if text.images).encode()
-    group_hash = xxhash.xxh3_64_intdigest(identity)
-    return tuple(replace(text, group_hash=group_hash, rating=group.rating) for text in texts), findings
+
+
+def _hash_group(group: Group, texts: Sequence[RenderedText], encoded: Sequence[bytes]) -> int:
+    """A hash of a group by which duplicates are recognized.
+
+    A mismatched answer depends on the rows around it: the same answer, rated alike, is a duplicate.
+    """
+    identity = encoded[0] + bytes([group.rating > 0]) if group.rating else b"".join(encoded)
+    images = "".join(hash_images(text.images) for text in texts if text.images)
+    return xxhash.xxh3_64_intdigest(identity + images.encode())
 
 
 def _begin_alike(group: Group, texts: tuple[RenderedText, ...], renderer: Renderer) -> tuple[RenderedText, ...]:
@@ -112,15 +134,17 @@ def _begin_alike(group: Group, texts: tuple[RenderedText, ...], renderer: Render
     if not all(text.spans for text in texts):
         return texts
     starts = [text.spans[0][0] for text in texts]
-    short, long = sorted((text.text[:start] for text, start in zip(texts, starts, strict=True)), key=len)
+    prompts = [text.text[:start] for text, start in zip(texts, starts, strict=True)]
+    short, long = sorted(prompts, key=len)
     own = add_variables(renderer, getattr(group.documents[0], "variables", None))
     if short == long or not long.startswith(short) or not own.generation_prompt.endswith(long[len(short) :]):
         return texts
-    more = (len(short), len(long))
-    return tuple(
-        replace(text, spans=(more, *text.spans)) if start == len(long) else text
-        for text, start in zip(texts, starts, strict=True)
-    )
+    rest_of_prompt = (len(short), len(long))
+    alike = []
+    for text, start in zip(texts, starts, strict=True):
+        spans = (rest_of_prompt, *text.spans) if start == len(long) else text.spans
+        alike.append(replace(text, spans=spans))
+    return tuple(alike)
 
 
 def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> ParsedRow | BadRow:
@@ -137,8 +161,9 @@ def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> Pars
 def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> ParsedRow | BadRow:
     if isinstance(row, BadRow):
         return row
-    if (name := next((name for name in row if not isinstance(name, str)), None)) is not None:  # of a user's function
-        return BadRow(f"a column's name is {name!r}, and text is expected")
+    misnamed = [name for name in row if not isinstance(name, str)]  # by a user's function
+    if misnamed:
+        return BadRow(f"a column's name is {misnamed[0]!r}, and text is expected")
     try:
         "".join(row).encode()  # names of columns are shown in messages and stored in reports
         return READERS[kind](row, source)
@@ -158,17 +183,17 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource], ParsedRow]] = {
 
 def _check_pair(group: Group, texts: Sequence[RenderedText]) -> list[str]:
     """Names of the checks for what is wrong with a pair."""
-    found = []
+    names = []
     if any(isinstance(each, Conversation) and not any(each.trained) for each in group.documents):
-        found.append("side_untrained")
+        names.append("side_untrained")
     elif any(map(is_empty_answer, group.documents)):
-        found.append("side_empty")
+        names.append("side_empty")
     if texts[0].text == texts[1].text:
-        found.append("sides_equal")
+        names.append("sides_equal")
     prompts = [text.text[: text.spans[0][0]] for text in texts if text.spans]
     if len(set(prompts)) > 1:
-        found.append("prompts_differ")
-    return found
+        names.append("prompts_differ")
+    return names
 
 
 SHOWN_BAD_ROWS = 5
@@ -265,54 +290,89 @@ def _render_batch(
     file = stats.files.index(batch.file)
     documents: list[RenderedText] = []
     places: Places = []
-    bad: dict[str, str] = {}  # place of a row -> what is wrong
+    problems: dict[str, str] = {}  # place of a row -> what is wrong
     for number, row, parsed in zip(batch.numbers, batch.rows, reader.read(batch.rows, source), strict=True):
         where = name_place(batch.file, number)
         try:
-            if isinstance(parsed, BadRow):
-                raise parsed
-            of_source = add_variables(renderer, source.chat_template_kwargs)
-            folder = Path(source.image_folder or Path(batch.file).parent)
-            rendered = [render_group(group, of_source, folder) for group in parsed.groups]
+            texts, findings = _render_row(parsed, batch.file, source, renderer)
         except BadRow as problem:
-            bad[where] = str(problem)
-        else:
-            texts = [text for of_group, _ in rendered for text in of_group]
-            documents += texts
-            places += [(file, number)] * len(texts)
-            for name in dict.fromkeys((*parsed.findings, *(name for _, found in rendered for name in found))):
-                stats.tally.add(name, [where])
-            column = None if isinstance(row, BadRow) else _find_unread_images(row, parsed, reader.kind)
-            if column is not None:
-                takes_images = renderer.images is not None and renderer.images.is_expected
-                name = "images_dropped" if takes_images else "images_unread"
-                stats.tally.add(name, [where])
-                stats.tally.details.setdefault(name, f"the column {list_columns([column])}")
-            count_columns(stats.unused_columns, dict.fromkeys(parsed.unused_columns, 1))
-            if isinstance(row, RepeatedKeys):
-                stats.tally.add("repeated_keys", [where])
-            if parsed.rendering not in stats.formats:
-                stats.formats.append(parsed.rendering)
-            if parsed.format != "text" and file not in stats.structured_files:
-                stats.structured_files.append(file)
+            problems[where] = str(problem)
+            continue
+        assert isinstance(parsed, ParsedRow) and not isinstance(row, BadRow), "else it had a problem"
+        documents += texts
+        places += [(file, number)] * len(texts)
+        for name in findings:
+            stats.tally.add(name, [where])
+        _count_images_unread(row, parsed, where, reader.kind, renderer, stats)
+        _count_form(row, parsed, file, where, stats)
     stats.rows_read += len(batch.rows)
-    problems = [f"{where}: {problem}" for where, problem in bad.items()]
-    if bad and data.on_bad_row == "error":
-        lines = problems[:SHOWN_BAD_ROWS]
-        if len(bad) > SHOWN_BAD_ROWS:
-            lines.append(f"{len(bad) - SHOWN_BAD_ROWS} more of these {len(batch.rows)} rows cannot be used either")
-        lines[-1] += " (on_bad_row: skip counts such rows and continues)"
-        raise UserError("\n".join(lines))
-    stats.rows_skipped += len(bad)
-    stats.skipped += problems[: SHOWN_BAD_ROWS - len(stats.skipped)]
-    stats.tally.add("skipped", list(bad))
+    _count_problems(problems, len(batch.rows), data, stats)
     return documents, places
+
+
+def _render_row(
+    parsed: ParsedRow | BadRow, file: str, source: DatasetSource, renderer: Renderer
+) -> tuple[list[RenderedText], list[str]]:
+    """(the texts of a row, the findings in it, each once). Raises `BadRow` where it cannot be used."""
+    if isinstance(parsed, BadRow):
+        raise parsed
+    renderer = add_variables(renderer, source.chat_template_kwargs)
+    folder = Path(source.image_folder or Path(file).parent)
+    texts: list[RenderedText] = []
+    findings = list(parsed.findings)
+    for group in parsed.groups:
+        group_texts, group_findings = render_group(group, renderer, folder)
+        texts += group_texts
+        findings += group_findings
+    return texts, list(dict.fromkeys(findings))
+
+
+def _count_images_unread(
+    row: Row, parsed: ParsedRow, where: str, kind: RowKind, renderer: Renderer, stats: SourceStats
+) -> None:
+    """Counts a row with a column of images that the model is not shown."""
+    column = _find_unread_images(row, parsed, kind)
+    if column is None:
+        return
+    takes_images = renderer.images is not None and renderer.images.is_expected
+    name = "images_dropped" if takes_images else "images_unread"
+    stats.tally.add(name, [where])
+    stats.tally.details.setdefault(name, f"the column {list_columns([column])}")
+
+
+def _count_form(row: Row, parsed: ParsedRow, file: int, where: str, stats: SourceStats) -> None:
+    """Counts a row's unused columns, and notes its format."""
+    count_columns(stats.unused_columns, dict.fromkeys(parsed.unused_columns, 1))
+    if isinstance(row, RepeatedKeys):
+        stats.tally.add("repeated_keys", [where])
+    if parsed.rendering not in stats.formats:
+        stats.formats.append(parsed.rendering)
+    if parsed.format != "text" and file not in stats.structured_files:
+        stats.structured_files.append(file)
+
+
+def _count_problems(problems: Mapping[str, str], rows: int, data: Data, stats: SourceStats) -> None:
+    """Counts the rows that cannot be used, of `rows` that were read. Raises `UserError` if `on_bad_row` is error.
+
+    `problems`: place of a row -> what is wrong with it.
+    """
+    lines = [f"{where}: {problem}" for where, problem in problems.items()]
+    if lines and data.on_bad_row == "error":
+        shown = lines[:SHOWN_BAD_ROWS]
+        if len(lines) > SHOWN_BAD_ROWS:
+            shown.append(f"{len(lines) - SHOWN_BAD_ROWS} more of these {rows} rows cannot be used either")
+        shown[-1] += " (on_bad_row: skip counts such rows and continues)"
+        raise UserError("\n".join(shown))
+    stats.rows_skipped += len(lines)
+    stats.skipped += lines[: SHOWN_BAD_ROWS - len(stats.skipped)]
+    stats.tally.add("skipped", list(problems))
 
 
 def _find_unread_images(row: Row, parsed: ParsedRow, kind: RowKind) -> str | None:
     """The first column of images in a row of which the model is shown none; None where there is none."""
-    if any(getattr(document, "images", ()) for group in parsed.groups for document in group.documents):
-        return None
+    for group in parsed.groups:
+        if any(getattr(document, "images", ()) for document in group.documents):
+            return None
     columns = row if kind == "prompts" else parsed.unused_columns  # rewards get all columns of a prompt
     return next((column for column in columns if row.get(column) and holds_images(column, row[column])), None)
 
@@ -332,14 +392,10 @@ def _check_tokens(
     bos: int | None,
     images: ImageProcessor | None,
 ) -> Tokens:
-    """The batch's tokens when they are ready; what is found in them is counted in `stats`."""
+    """The batch's tokens when they are ready; what is wrong with them is counted in `stats`."""
     tokens = encoded.result()
     where = [name_place(stats.files[file], row) for file, row in places]
-    for name in sorted({name for document in documents for name in document.findings}):
-        _add_rows(stats, name, [place for place, d in zip(where, documents, strict=True) if name in d.findings])
-        difference = next((d.difference for d in documents if d.difference and name in d.findings), "")
-        if difference and name in COMPARED:
-            stats.tally.details.setdefault(name, difference)
+    _count_findings(documents, where, stats)
     _count_split(documents, where, tokens, stats)
     if len(tokens.image_hashes):
         stats.images += len(tokens.image_hashes)
@@ -354,6 +410,21 @@ def _check_tokens(
         doubled = (tokens.input_ids[starts] == bos) & (tokens.input_ids[starts + 1] == bos)
         _add_rows(stats, "doubled_bos", [where[i] for i in np.flatnonzero(tokens.lengths > 1)[doubled]])
     return tokens
+
+
+def _count_findings(documents: list[RenderedText], where: list[str], stats: SourceStats) -> None:
+    """Counts what rendering has noted in the documents, by name; of those that compare, with the first difference."""
+    places: dict[str, list[str]] = {}
+    differences: dict[str, str] = {}
+    for document, place in zip(documents, where, strict=True):
+        for name in document.findings:
+            places.setdefault(name, []).append(place)
+            if document.difference and name in COMPARED:
+                differences.setdefault(name, document.difference)
+    for name in sorted(places):
+        _add_rows(stats, name, places[name])
+        if name in differences:
+            stats.tally.details.setdefault(name, differences[name])
 
 
 def _count_split(documents: list[RenderedText], where: list[str], tokens: Tokens, stats: SourceStats) -> None:
@@ -379,44 +450,74 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     a border, the mask is exact, and the text before an answer is encoded exactly as in the prompt at inference. A piece
     that follows a special token is encoded as it would be within the whole text.
     """
-    pieces = [[part for piece in _split(d, encoder.added_tokens) for part in _cut(piece, encoder)] for d in documents]
-    encoded = _encode(list(chain.from_iterable(pieces)), encoder)
-    ids: list[list[int]] = []
-    trained: list[bool] = []
+    runs: list[Run] = []
     lengths = np.zeros(len(documents), np.int32)
-    for i, (document, of_document) in enumerate(zip(documents, pieces, strict=True)):
-        found = [encoder.bos_ids] if document.is_plain else []
-        trained += [False] * len(found) + [piece.trained for piece in of_document]
-        found += [next(encoded) for _ in of_document]
-        for run in document.tokens.runs() if document.tokens else ():
-            trained, found = [*trained, run[0]], [*found, run[1]]
-        lengths[i] = sum(map(len, found))
-        ids += found
+    for i, own_runs in enumerate(_encode_documents(documents, encoder)):
+        runs += own_runs
+        lengths[i] = sum(len(ids) for _, ids in own_runs)
     ends = np.cumsum(lengths, dtype=np.int64)
-    flat = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum(dtype=np.int64)))
-    is_trained = np.repeat(trained, np.fromiter(map(len, ids), np.int64, len(ids)))
-    labels = np.full(len(flat), IGNORE_INDEX, np.int32)
-    labels[:-1] = np.where(is_trained[1:], flat[1:], IGNORE_INDEX)
-    labels[ends[lengths > 0] - 1] = IGNORE_INDEX  # the next token belongs to another document
-    counts = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
-    stored = [image.stored() for document in documents for image in document.images]
+    input_ids = np.fromiter(chain.from_iterable(ids for _, ids in runs), np.int32, int(lengths.sum(dtype=np.int64)))
+    run_lengths = np.array([len(ids) for _, ids in runs], np.int64)
+    is_trained = np.repeat([trained for trained, _ in runs], run_lengths)
+    labels = _make_labels(input_ids, is_trained, ends[lengths > 0])
+    labels_before = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
     kept = [document.row.encode() for document in documents]
     return Tokens(
-        input_ids=flat,
+        input_ids=input_ids,
         labels=labels,
         lengths=lengths,
-        trained=(counts[ends] - counts[ends - lengths]).astype(np.int32),
+        trained=(labels_before[ends] - labels_before[ends - lengths]).astype(np.int32),
         files=np.array([file for file, _ in places], np.int32),
         rows=np.array([row for _, row in places], np.int64),
         hashes=np.array([_hash(document) for document in documents], np.uint64),
         ratings=np.array([document.rating for document in documents], np.int8),
-        kept_sizes=np.array(list(map(len, kept)), np.int64),
+        kept_sizes=np.array([len(row) for row in kept], np.int64),
         kept_bytes=np.frombuffer(b"".join(kept), np.uint8),
-        image_counts=np.array([len(document.images) for document in documents], np.int32),
-        image_sizes=np.array(list(map(len, stored)), np.int64),
-        image_bytes=np.frombuffer(b"".join(stored), np.uint8),
-        image_hashes=np.array([image.hash for document in documents for image in document.images], np.uint64),
+        **_store_images(documents),
     )
+
+
+Run = tuple[bool, list[int]]
+"""Ids that follow one another, and whether all of them are trained on or none."""
+
+
+def _encode_documents(documents: Sequence[RenderedText], encoder: Encoder) -> Iterator[list[Run]]:
+    """The ids of each document in runs: the tokenizer's BOS before plain text, its pieces, and ids that a row has."""
+    pieces = [_cut_document(document, encoder) for document in documents]
+    encoded = _encode(list(chain.from_iterable(pieces)), encoder)
+    for document, own_pieces in zip(documents, pieces, strict=True):
+        runs: list[Run] = [(False, encoder.bos_ids)] if document.is_plain else []
+        runs += [(piece.trained, next(encoded)) for piece in own_pieces]
+        runs += document.tokens.runs() if document.tokens else ()
+        yield runs
+
+
+def _make_labels(
+    input_ids: NDArray[np.int32], is_trained: NDArray[np.bool_], ends: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """int32[tokens]: what each position predicts: the next token of its document, if that is trained on.
+
+    Args:
+        input_ids: [tokens], of all documents.
+        is_trained: [tokens].
+        ends: [documents], behind the last token of each.
+    """
+    labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
+    labels[:-1] = np.where(is_trained[1:], input_ids[1:], IGNORE_INDEX)
+    labels[ends - 1] = IGNORE_INDEX  # the next token belongs to another document
+    return labels
+
+
+def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
+    """The fields of `Tokens` that hold the documents' images."""
+    images = list(chain.from_iterable(document.images for document in documents))
+    stored = [image.stored() for image in images]
+    return {
+        "image_counts": np.array([len(document.images) for document in documents], np.int32),
+        "image_sizes": np.array([len(image) for image in stored], np.int64),
+        "image_bytes": np.frombuffer(b"".join(stored), np.uint8),
+        "image_hashes": np.array([image.hash for image in images], np.uint64),
+    }
 
 
 def _hash(document: RenderedText) -> int:
@@ -446,29 +547,48 @@ def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_P
         yield _Piece(text[start:end], trained=i % 2 == 1, before=before)
 
 
+def _cut_document(document: RenderedText, encoder: Encoder) -> list[_Piece]:
+    """The pieces of a document's text, each short enough to be encoded at once."""
+    pieces = _split(document, encoder.added_tokens)
+    return list(chain.from_iterable(_cut(piece, encoder) for piece in pieces))
+
+
 def _cut(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
     """The piece in parts of about LONG_TEXT, cut where it has the same tokens: encoding takes 150 times its text."""
-    text, start, begin = piece.text, 0, LONG_TEXT
-    while begin < len(text):
-        borders = islice(WORD_END.finditer(text, begin, begin + LONG_TEXT), CUTS_TRIED)
-        around = ((at, text[at - CONTEXT : at], text[at : at + CONTEXT]) for at in (match.start() for match in borders))
-        border = next((at for at, *parts in around if keeps_border(encoder.backend, *parts)), None)
+    text = piece.text
+    start = 0  # of the part that is not yielded yet
+    search_from = LONG_TEXT
+    while search_from < len(text):
+        border = _find_border(text, search_from, encoder)
         if border is not None:
             yield replace(piece, text=text[start:border], before="\n" if start else piece.before)
             start = border
-        begin = (border or begin) + LONG_TEXT
+        search_from = (border or search_from) + LONG_TEXT
     yield replace(piece, text=text[start:], before="\n") if start else piece
+
+
+def _find_border(text: str, begin: int, encoder: Encoder) -> int | None:
+    """The first end of a word from `begin` on where a cut changes no token; None where the first CUTS_TRIED do."""
+    word_ends = WORD_END.finditer(text, begin, begin + LONG_TEXT)
+    for match in islice(word_ends, CUTS_TRIED):
+        at = match.start()
+        if keeps_border(encoder.backend, text[at - CONTEXT : at], text[at : at + CONTEXT]):
+            return at
+    return None
 
 
 def _encode(pieces: Sequence[_Piece], encoder: Encoder) -> Iterator[list[int]]:
     """The ids of each piece, without those of what stands before it; a stretch of pieces is encoded at a time."""
-    start, size = 0, 0
-    for end, piece in enumerate(pieces):
-        if size and size + len(piece.text) > LONG_TEXT:
-            yield from _encode_stretch(pieces[start:end], encoder)
-            start, size = end, 0
+    stretch: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        if stretch and size + len(piece.text) > LONG_TEXT:
+            yield from _encode_stretch(stretch, encoder)
+            stretch = []
+            size = 0
+        stretch.append(piece)
         size += len(piece.text)
-    yield from _encode_stretch(pieces[start:], encoder)
+    yield from _encode_stretch(stretch, encoder)
 
 
 def encode_after(text: str, before: str, encoder: Encoder) -> list[int]:
@@ -478,13 +598,15 @@ def encode_after(text: str, before: str, encoder: Encoder) -> list[int]:
 
 def _encode_stretch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
     contexts = {piece.before for piece in pieces} - {"", "\n"}
-    ids_of = {text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts}
-    ids_of |= {"": [], "\n": encoder.newline_ids}
-    texts = [piece.before + piece.text if ids_of[piece.before] else piece.text for piece in pieces]
-    encoded = [e.ids for e in encoder.backend.encode_batch_fast(texts, add_special_tokens=False)]
-    return [
-        ids[len(before) :]
-        if ids[: len(before)] == before
-        else encoder.backend.encode(piece.text, add_special_tokens=False).ids  # the two were merged into one token
-        for piece, ids, before in zip(pieces, encoded, (ids_of[piece.before] for piece in pieces), strict=True)
-    ]
+    context_ids = {text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts}
+    context_ids |= {"": [], "\n": encoder.newline_ids}
+    texts = [piece.before + piece.text if context_ids[piece.before] else piece.text for piece in pieces]
+    stretch_ids = []
+    for piece, encoded in zip(pieces, encoder.backend.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+        before = context_ids[piece.before]
+        ids = encoded.ids
+        if ids[: len(before)] == before:
+            stretch_ids.append(ids[len(before) :])
+        else:  # the two were merged into one token
+            stretch_ids.append(encoder.backend.encode(piece.text, add_special_tokens=False).ids)
+    return stretch_ids

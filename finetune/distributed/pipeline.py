@@ -337,7 +337,7 @@ class _Elsewhere(nn.Module):
 def _count_multiplied(module: nn.Module) -> int:
     """The numbers of a module in matrix products, quantized or not, without those of adapters, which are few."""
     parts = {name: part for name, part in module.named_modules() if ".lora_" not in name}
-    quantized = [part.whole for part in parts.values() if isinstance(getattr(part, "whole", None), tuple)]
+    quantized = [part.full_shape for part in parts.values() if isinstance(getattr(part, "full_shape", None), tuple)]
     plain = [p.shape for part in parts.values() for p in part.parameters(recurse=False) if p.dim() > 1]
     return sum(map(prod, (*quantized, *plain)))
 

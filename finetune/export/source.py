@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from finetune.checkpoint.folders import find_newest_valid, list_checkpoints
-from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems, read_state
+from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_damage, read_state
 from finetune.config.module_names import peft_name
 from finetune.config.pretrained import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
 from finetune.config.quantization import read_recipe_quantization
@@ -139,7 +139,7 @@ def _find_problems(checkpoint: Path) -> list[str]:
     """What is wrong with the model in a checkpoint of this project; reads every byte of it."""
     total_bytes = sum(path.stat().st_size for path in (checkpoint / MODEL).rglob("*") if path.is_file())
     with progress_bar(f"checking {checkpoint.name}", total_bytes) as advance:
-        return find_problems(checkpoint, parts=[MODEL], advance=advance)
+        return find_damage(checkpoint, parts=[MODEL], advance=advance)
 
 
 def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:

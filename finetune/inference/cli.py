@@ -236,7 +236,7 @@ def _load_speakers(
     import torch
 
     from finetune.inference.conversation import Chat, Speaker
-    from finetune.inference.inference_model import LoadOptions, describe_base, load_base, load_model
+    from finetune.inference.inference_model import LoadOptions, describe_base, load_base, load_inference_model
 
     if options.seed is not None:
         torch.manual_seed(options.seed)
@@ -249,12 +249,12 @@ def _load_speakers(
     )
     for notice in reference.notices:
         _log(notice)
-    model = load_model(reference, load_options, _log)
+    model = load_inference_model(reference, load_options, _log)
     _log(f"model   {model.name} on {model.model.device}{describe_base(model, reference)}")
     if other is None:
         return [Speaker("", Chat(model))]
     if options.compare_with is not None:
-        before = load_model(other, load_options, _log, default_template=model.template)
+        before = load_inference_model(other, load_options, _log, default_template=model.template)
         speakers = [Speaker(before.name, Chat(before)), Speaker(model.name, Chat(model))]
     else:
         before = load_base(model, other, load_options, _log)

@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from finetune.errors import UserError, on_one_line
 from finetune.files.run_files import BenchmarkResult
-from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_model
+from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_inference_model
 from finetune.inference.inputs import ModelReference
 from finetune.models.documents import depends_on_length
 
@@ -39,7 +39,7 @@ def evaluate_models(
 ) -> list[BenchmarkResult]:
     """Loads and measures the model, then its base. Raises `UserError` where either cannot be."""
     manager = make_task_manager(options)
-    model = load_model(reference, load_options, log)
+    model = load_inference_model(reference, load_options, log)
     log(f"model   {model.name} on {model.model.device}")
     trained, before = measure(model, options, manager), None
     if base is not None:

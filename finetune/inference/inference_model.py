@@ -38,7 +38,7 @@ from finetune.models.load import auto_class_of
 
 @dataclass(frozen=True, slots=True)
 class InferenceModel:
-    """A model with its tokenizer, ready for `generate`. Returned by `load_model`."""
+    """A model with its tokenizer, ready for `generate`. Returned by `load_inference_model`."""
 
     name: str
     model: Any  # of transformers, in evaluation mode on its device; a PeftModel for an adapter
@@ -69,7 +69,7 @@ class LoadOptions:
     trust_remote_code: bool = False
 
 
-def load_model(
+def load_inference_model(
     reference: ModelReference, options: LoadOptions, log: Callable[[str], object], default_template: str | None = None
 ) -> InferenceModel:
     """Loads a model on the GPUs of this machine, or its CPU. `default_template` is used where it has none of its own.
@@ -113,7 +113,7 @@ def load_base(
     """The base model of `model`. Under an adapter it is in memory already."""
     if model.has_adapter:
         return replace(model, name=base.name, without_adapter=True)
-    return load_model(base, options, log, default_template=model.template)
+    return load_inference_model(base, options, log, default_template=model.template)
 
 
 def describe_base(model: InferenceModel, reference: ModelReference) -> str:

@@ -26,7 +26,7 @@ from finetune.data.formats import Conversation
 from finetune.errors import UserError
 from finetune.files.network import send
 from finetune.inference.conversation import encode_prompt, end_ids
-from finetune.inference.inference_model import InferenceModel, LoadOptions, load_model
+from finetune.inference.inference_model import InferenceModel, LoadOptions, load_inference_model
 from finetune.inference.inputs import ModelReference, find_model, read_prompts
 
 START_SECONDS = 600  # vLLM compiles
@@ -175,7 +175,7 @@ NEAR_TIE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class GreedyAnswer:
     """What transformers answers, greedily."""
 
     prompt: str  # as it is sent, without a bos that the server adds
@@ -209,7 +209,7 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
         raise UserError(f"--gguf: {gguf}: no such file")
     with open_server(arguments.server, folder, gguf, arguments.served_model, print) as server:
         options = LoadOptions(base_model=arguments.base_model, trust_remote_code=arguments.trust_remote_code)
-        model = load_model(reference, options, print)
+        model = load_inference_model(reference, options, print)
         compared = [compare(model, server, prompt, arguments.max_new_tokens) for prompt in prompts]
     same = sum(each.is_same for each in compared)
     largest = max((each.difference for each in compared if each.difference == each.difference), default=None)
@@ -261,7 +261,7 @@ def compare(model: InferenceModel, server: Server, conversation: Conversation, m
 
 
 @torch.inference_mode()
-def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tokens: int) -> Reference:
+def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tokens: int) -> GreedyAnswer:
     ids = encode_prompt(model, conversation)
     given = torch.tensor([ids], device=model.model.device)
     with model.computing():
@@ -283,7 +283,7 @@ def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tok
     bos = model.tokenizer.bos_token_id
     adds_bos = bos is not None and model.tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]
     sent = ids[1:] if adds_bos and ids[:1] == [bos] else ids
-    return Reference(
+    return GreedyAnswer(
         model.tokenizer.decode(sent),
         tokens,
         model.tokenizer.decode(tokens),
@@ -293,7 +293,7 @@ def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tok
     )
 
 
-def _find_parting(model: InferenceModel, ours: Reference, theirs: str) -> int | None:
+def _find_parting(model: InferenceModel, ours: GreedyAnswer, theirs: str) -> int | None:
     """The number of the first of our tokens that the server's text does not have; None where all is the same."""
     if ours.text.strip() == theirs.strip():
         return None

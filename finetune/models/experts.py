@@ -1,9 +1,9 @@
 """How the experts of a mixture are computed: on one rank, from quantized weights, or over the ranks of a group.
 
-`compute_in_groups` is what transformers has by the name grouped_mm, but for two things. Rows are moved by permutations,
-whose gradients are permutations too: indexing would add gradients up by atomic operations, which are slow and never
-twice the same. And an adapter of a weight W [in, out] stays in its factors (Hu et al. 2021, eq. 3): x W + s (x A) B.
-peft adds their product to the weight, whose gradient, of the size of all experts, is then multiplied with each factor.
+`compute_in_groups` does what transformers' grouped_mm does, with two differences. It moves rows by permutations, whose
+gradients are permutations too; the gradient of indexing is a sum by atomic operations, which is slow and never twice
+the same. And it multiplies with an adapter's factors one after the other, x W + s (x A) B for a weight W [in, out] (Hu
+et al. 2021, eq. 3); peft adds s A B to W, and needs a gradient as large as all experts for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,17 +36,29 @@ from finetune.models.quantized_layers import (
     weights_of,
 )
 
-ROW_BYTES = 16  # whose multiples torch's grouped products take
+ROW_BYTES = 16  # torch's grouped products take rows of a multiple of these
 GROUPED = "grouped"  # among transformers' names for how experts are computed
 
 Factors = Mapping[str, tuple[Tensor, Tensor, float]]
-"""By the parameter's name: left and right, whose product times the number is added to it, expert by expert."""
+"""Parameter's name -> (left, right, scale): scale x left @ right is added to each expert's matrix.
+
+left: [experts, rows, rank]. right: [experts, rank, columns].
+"""
 
 
 def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device_type: str) -> str:
-    """The name for how experts are computed: grouped products in bf16 on a GPU, elsewhere transformers' exact loop over
-    the experts. `dtype`: of their parameters, which mixed precision casts. On a GPU before Ampere the products are a
-    loop."""
+    """Chooses grouped products in bf16 on a GPU, and transformers' exact loop over the experts elsewhere.
+
+    On a GPU before Ampere the grouped products are a loop, too.
+
+    Args:
+        sharding: Says which dtype mixed precision casts to.
+        dtype: Of the experts' parameters.
+        device_type: Such as cuda.
+
+    Returns:
+        A name for `set_experts_implementation`.
+    """
     dtype = {"no": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}[sharding.mixed_precision]
     return GROUPED if device_type == "cuda" and dtype == torch.bfloat16 else "eager"
 
@@ -66,17 +78,27 @@ def set_experts_implementation(model: Any, name: str) -> None:
 
 
 def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
-    """peft's adapters of the parameters of `experts`, from the outermost, which add nothing; see `find_factors`."""
-    wrappers: Iterator[Any] = (each for each in model.modules() if hasattr(each, "parameter_name"))
-    adapters = [each for each in wrappers if each.get_base_layer() is experts]
+    """Stops peft from adding its adapters to the parameters of `experts`; whoever computes these adds `find_factors`.
+
+    Args:
+        model: That has the adapters.
+        experts: One of its layers of experts.
+
+    Returns:
+        The adapters of the parameters, from the outermost.
+    """
+    wrappers: Iterator[Any] = (module for module in model.modules() if hasattr(module, "parameter_name"))
+    adapters = [wrapper for wrapper in wrappers if wrapper.get_base_layer() is experts]
     for adapter in adapters:
         adapter.forward = adapter.base_layer.__call__
     return adapters
 
 
 def keep_factors(model: nn.Module) -> None:
-    """Has the layers of experts whose parameters peft adapts multiply with the adapters' factors, one after the other;
-    but for layers whose forward is not their class's any more."""
+    """Makes adapted layers of experts multiply with the adapters' factors, one after the other.
+
+    Leaves a layer alone that has a forward of its own already.
+    """
     for experts in expert_modules(model):
         adapters = take_over_adapters(model, experts) if "forward" not in vars(experts) else []
         if adapters:
@@ -87,14 +109,14 @@ def _compute_adapted(experts: nn.Module, adapters: Sequence[Any], *inputs: Tenso
     return compute_in_groups(experts, inputs, factors=find_factors(adapters))
 
 
-def find_factors(adapters: Iterable[Any], own: slice = slice(None)) -> Factors:
-    """The factors of peft's `adapters`, those that are on; `own`: of which experts."""
-    found = {}
-    for each in adapters:
-        if not each.disable_adapters:
-            left, right, scale = each.get_delta_factors(ADAPTER_NAME)
-            found[each.parameter_name] = left[own], right[own], scale
-    return found
+def find_factors(adapters: Iterable[Any], experts: slice = slice(None)) -> Factors:
+    """The factors of those of peft's `adapters` that are on, for some `experts`."""
+    factors = {}
+    for adapter in adapters:
+        if not adapter.disable_adapters:
+            left, right, scale = adapter.get_delta_factors(ADAPTER_NAME)
+            factors[adapter.parameter_name] = left[experts], right[experts], scale
+    return factors
 
 
 def compute_experts(
@@ -104,10 +126,13 @@ def compute_experts(
 
     Args:
         module: The layer.
-        parameters: The weights, by the names of the module's own.
+        parameters: The weights, [experts, ...] each, by the names of the module's own.
         experts: How many experts the weights hold.
-        inputs: Of the module's forward.
+        inputs: Of the module's forward; see `compute_in_groups`.
         factors: Of the adapters of the weights.
+
+    Returns:
+        What the module's forward returns: [tokens, width].
     """
     if factors:
         return compute_in_groups(module, inputs, parameters=parameters, factors=factors)
@@ -115,18 +140,19 @@ def compute_experts(
 
 
 class _StandIn:
-    """Stands in for a module of experts in its own forward: with other parameters than its own."""
+    """Passes for a module of experts in the module's own forward, with other parameters."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor], experts: int) -> None:
         self.__dict__ |= parameters
-        self._module, self.num_experts = module, experts
+        self._module = module
+        self.num_experts = experts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
 def register_grouped() -> None:
-    """Makes transformers know GROUPED."""
+    """Registers GROUPED with transformers."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, lambda module, *inputs: compute_in_groups(module, inputs))
@@ -138,60 +164,92 @@ def compute_in_groups(
     parameters: Mapping[str, Tensor] | None = None,
     factors: Factors | None = None,
 ) -> Tensor:
-    """What `module`, a layer of experts, computes: rows sorted by expert, and one product for all experts of the layer.
+    """Runs a layer of experts: sorts rows by expert, and computes one product for all experts of the layer.
 
     Args:
-        module: How the experts are made: with a gate or not, with biases or not.
+        module: The layer. It says how its experts are made: with a gate or not, with biases or not.
         inputs: Of its forward: hidden [tokens, width]; chosen int64[tokens, k], the experts of each token, where a
             number beyond the last expert stands for none (Zaya); weights [tokens, k] of their outputs.
-        parameters: In place of the module's own.
-        factors: Of adapters of the parameters.
-    """
+        parameters: In place of the module's own, [experts, ...] each.
+        factors: Of the adapters of the parameters.
 
-    def held(name: str) -> Tensor:
+    Returns:
+        [tokens, width], in the dtype of hidden.
+    """
+    hidden, chosen, weights = inputs
+    tokens, per_token = chosen.shape
+
+    def get(name: str) -> Tensor:
         return getattr(module, name) if parameters is None else parameters[name]
 
-    hidden, chosen, weights = inputs
-    experts = held("down_proj").shape[0]
-    tokens, per_token = chosen.shape
-    flat = chosen.flatten()
+    experts = get("down_proj").shape[0]
     weights = weights.reshape(tokens, per_token, 1).masked_fill(chosen[..., None] >= experts, 0)
-    of_rows, order = flat.clamp(max=experts - 1).sort(stable=True)
-    back, numbers = order.argsort(), torch.arange(experts, device=flat.device)
-    ends = torch.searchsorted(of_rows, numbers, right=True, out_int32=True)
+    expert_of_row, order = chosen.flatten().clamp(max=experts - 1).sort(stable=True)
+    back = order.argsort()
+    numbers = torch.arange(experts, device=chosen.device)
+    ends = torch.searchsorted(expert_of_row, numbers, right=True, out_int32=True)
 
-    def multiply(rows: Tensor, name: str) -> Tensor:
-        weight = held(name)
+    def multiply(name: str, rows: Tensor) -> Tensor:
+        weight = get(name)
         device = rows.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         rows = rows.to(dtype)
         is_transposed = getattr(module, "is_transposed", False)
         product = _multiply(rows, weight if is_transposed else weight.mT, ends)
         if factors and name in factors:
-            left, right, scale = factors[name]
-            # [experts, rank, in] and [experts, out, rank]
-            down, up = (left.mT, right.mT) if is_transposed else (right, left)
-            padding = -down.shape[1] % EXPERT_RANK_MULTIPLE
-            if padding:
-                down, up = F.pad(down, (0, 0, 0, padding)), F.pad(up, (0, padding))
-            # As peft keeps it, no row of an expert's B lies in one piece.
-            added = _multiply(_multiply(rows, down.mT, ends), up.contiguous().mT, ends)
-            product = product.add(added, alpha=scale)
+            product = _add_adapter(product, rows, factors[name], is_transposed, ends)
         if module.has_bias:
-            product = product + _Rows.apply(held(f"{name}_bias").to(dtype), of_rows)  # type: ignore[no-untyped-call]
+            product = product + _Rows.apply(get(f"{name}_bias").to(dtype), expert_of_row)  # type: ignore[no-untyped-call]
         return product
 
     rows = move_rows(hidden, order, back, per_token)
-    activate, first = (module._apply_gate, "gate_up_proj") if module.has_gate else (module.act_fn, "up_proj")
-    outputs = multiply(activate(multiply(rows, first)), "down_proj")
+    if module.has_gate:
+        activated = module._apply_gate(multiply("gate_up_proj", rows))
+    else:
+        activated = module.act_fn(multiply("up_proj", rows))
+    outputs = multiply("down_proj", activated)
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
-    summed: Tensor = (move_rows(outputs, back, order).view(tokens, per_token, -1) * weights).sum(1)
+    by_token = move_rows(outputs, back, order).view(tokens, per_token, -1)
+    summed: Tensor = (by_token * weights).sum(1)
     return summed.to(hidden.dtype)
 
 
+def _add_adapter(
+    product: Tensor, rows: Tensor, factors: tuple[Tensor, Tensor, float], is_transposed: bool, ends: Tensor
+) -> Tensor:
+    """Adds what an adapter adds to the product of rows and weights: scale x (x A) B.
+
+    Args:
+        product: [n, out].
+        rows: [n, in], sorted by expert.
+        factors: See `Factors`.
+        is_transposed: Whether the weight is [experts, in, out], as left @ right is then.
+        ends: int32[experts], where each expert's rows end.
+    """
+    left, right, scale = factors
+    down = left.mT if is_transposed else right  # [experts, rank, in]
+    up = right.mT if is_transposed else left  # [experts, out, rank]
+    padding = -down.shape[1] % EXPERT_RANK_MULTIPLE
+    if padding:
+        down = F.pad(down, (0, 0, 0, padding))
+        up = F.pad(up, (0, padding))
+    # As peft keeps it, no row of an expert's B lies in one piece.
+    added = _multiply(_multiply(rows, down.mT, ends), up.contiguous().mT, ends)
+    return product.add(added, alpha=scale)
+
+
 def _multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """rows [n, in], sorted by expert; weights [experts, in, out]; ends int32[experts], of their rows -> [n, out]."""
+    """Multiplies each row with its expert's matrix.
+
+    Args:
+        rows: [n, in], sorted by expert.
+        weights: [experts, in, out].
+        ends: int32[experts], where each expert's rows end.
+
+    Returns:
+        [n, out].
+    """
     from transformers.integrations.moe import _grouped_mm
 
     weights = weights.to(rows.dtype)
@@ -202,7 +260,17 @@ def _multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def move_rows(rows: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:
-    """`rows`, of each `copies` one after another, in the `order` of a permutation int64[n]; `back` is its inverse."""
+    """Repeats each row `copies` times, then puts the copies in another order.
+
+    Args:
+        rows: [n / copies, width].
+        order: int64[n], a permutation of the copies.
+        back: int64[n], its inverse, by which the backward moves gradients.
+        copies: Of each row, one after another.
+
+    Returns:
+        [n, width].
+    """
     moved: Tensor = _Moved.apply(rows, order, back, copies)  # type: ignore[no-untyped-call]
     return moved
 
@@ -222,45 +290,55 @@ class _Moved(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """The row of `bias` [experts, out] for each expert of int64[n]. Its gradient is a product, not a sum by index."""
+    """Indexes a bias [experts, out] by the experts int64[n] of rows. Its gradient is a product, not a sum by index."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, of_rows: Tensor) -> Tensor:
-        ctx.save_for_backward(of_rows)
+    def forward(ctx: Any, bias: Tensor, expert_of_row: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_of_row)
         ctx.experts = bias.shape[0]
-        return bias[of_rows]
+        return bias[expert_of_row]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (of_rows,) = ctx.saved_tensors
-        is_of = torch.arange(ctx.experts, device=of_rows.device)[:, None] == of_rows
-        return is_of.to(gradient.dtype) @ gradient, None
+        (expert_of_row,) = ctx.saved_tensors
+        is_own_row = torch.arange(ctx.experts, device=expert_of_row.device)[:, None] == expert_of_row
+        return is_own_row.to(gradient.dtype) @ gradient, None
 
 
 def count_active(model: Any) -> dict[nn.Parameter, int]:
-    """How many numbers of each parameter work on one token: of routed experts, those of the ones that it chooses."""
-    config = model.config.get_text_config()
-    routed = {p for module in model.modules() if is_experts(_without_adapters(module)) for p in module.parameters()}
-    experts, chosen = count_experts(config.to_dict()), count_chosen(config.to_dict())
-    if not experts or not chosen:
-        routed = set()
-    return {p: p.numel() * chosen // experts if p in routed else p.numel() for p in model.parameters()}
+    """Counts the numbers of each parameter that work on one token: of routed experts, those of the chosen ones."""
+    config = model.config.get_text_config().to_dict()
+    experts = count_experts(config)
+    chosen = count_chosen(config)
+    counts = {parameter: parameter.numel() for parameter in model.parameters()}
+    if experts and chosen:
+        for module in model.modules():
+            if is_experts(_without_adapters(module)):
+                counts |= {parameter: parameter.numel() * chosen // experts for parameter in module.parameters()}
+    return counts
 
 
 def _without_adapters(module: Any) -> nn.Module:
-    """What peft's adapters of parameters are wrapped around."""
+    """The module inside of peft's wrappers of parameters."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[no-any-return]
 
 
 def quantize_experts(model: nn.Module, quantization: Quantization, dtype: torch.dtype) -> frozenset[str]:
-    """Puts quantized weights, in `dtype`, into the experts of `model` on meta; returns the names of their parameters.
+    """Puts quantized weights into the experts of `model`. Call it after adapters and activation checkpointing are in.
 
-    Call it after adapters and activation checkpointing are in place.
+    Args:
+        model: On meta.
+        quantization: How frozen weights are quantized; trained ones (modules_to_save) stay as they are.
+        dtype: Of computation, as which the quantized bytes are kept.
+
+    Returns:
+        The names of the parameters that hold codes and scales.
     """
-    added, recomputed = set(), recomputed_modules(model)
+    added = set()
+    recomputed = recomputed_modules(model)
     for path, experts in expert_layers(model):
         frozen = {name: weight for name, weight in weights_of(experts).items() if not weight.requires_grad}
-        for name, parameter in frozen.items():  # the others are in modules_to_save
+        for name, parameter in frozen.items():
             delattr(experts, name)
             weight = QuantizedWeight(tuple(parameter.shape), quantization, dtype)
             weight.keeps_dequantized = experts in recomputed
@@ -272,18 +350,19 @@ def quantize_experts(model: nn.Module, quantization: Quantization, dtype: torch.
 
 
 def quantized_children(experts: nn.Module) -> dict[str, QuantizedWeight]:
-    """The weights of `experts` that are quantized, by name."""
-    return {name: each for name, each in experts.named_children() if isinstance(each, QuantizedWeight)}
+    """The quantized weights of a layer of experts, by name."""
+    return {name: child for name, child in experts.named_children() if isinstance(child, QuantizedWeight)}
 
 
 def expert_weights(experts: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `experts` as this rank has them, those that are quantized dequantized."""
+    """This rank's weights of a layer of experts, by name. Dequantizes those that are quantized."""
     weights = {name: local_part(parameter) for name, parameter in experts.named_parameters(recurse=False)}
-    return weights | {name: each.dequantize(each.dtype) for name, each in quantized_children(experts).items()}
+    quantized = quantized_children(experts)
+    return weights | {name: weight.dequantize(weight.dtype) for name, weight in quantized.items()}
 
 
 def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """What `compute` returns. A backward dequantizes weights of `experts` again, so that nothing is kept."""
+    """Runs `compute(*inputs)`, and has the backward dequantize the weights of `experts` again, so that none is kept."""
     weights = quantized_children(experts).values()
     if not torch.is_grad_enabled() or all(weight.keeps_dequantized for weight in weights):
         return compute(*inputs)
@@ -291,10 +370,11 @@ def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inpu
 
 
 class _QuantizedExperts:
-    """What `module`, a layer of experts with quantized weights and peft's `adapters`, computes."""
+    """Runs a layer of experts with quantized weights and peft's adapters of them."""
 
     def __init__(self, module: nn.Module, adapters: Sequence[Any]) -> None:
-        self.module, self.adapters = module, adapters
+        self.module = module
+        self.adapters = adapters
 
     def forward(self, *inputs: Any) -> Any:
         return recompute_dequantized(self.module, self.compute, *inputs)
@@ -306,10 +386,14 @@ class _QuantizedExperts:
 
 
 def divide_experts(model: nn.Module, world: World) -> None:
-    """Divides the experts of `model`, on meta and not sharded yet, as `world.sharding` asks; makes them units of FSDP2.
+    """Shards the experts of `model` by `expert_parallel_size`, and makes them units of FSDP2.
 
     A rank's gradients of its experts are already the sum over the tokens of its group. FSDP then averages them over
     the ranks that hold the same experts, so the result is divided by the group's size.
+
+    Args:
+        model: On meta, not sharded yet.
+        world: With the layout.
     """
     size = world.sharding.expert_parallel_size
     if size == 1:
@@ -334,50 +418,66 @@ def divide_experts(model: nn.Module, world: World) -> None:
 
 
 def divide_layer(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Divides `module`, the experts of a layer of `model`, over the ranks of `mesh`, with their adapters."""
+    """Gives each rank of `mesh` some experts of `module`, a layer of experts of `model`, and their adapters."""
     module.forward = DividedExperts(module, mesh, take_over_adapters(model, module)).forward
 
 
 class DividedExperts:
-    """The experts of a layer over the ranks of a group, in place of the module's own forward (expert parallelism).
+    """Expert parallelism: a layer's forward with its experts spread over the ranks of a group.
 
     Each rank of a group has E / size of the E experts, and FSDP shards these over the ranks that have the same ones. A
-    rank's router chooses for its own tokens, as without; then, in each layer:
+    rank's router chooses experts for the rank's own tokens, as without. Then each layer takes four steps:
 
         counts    how many tokens come for each expert                      all-to-all
         dispatch  a token's state, once for each expert that it has chosen  all-to-all of uneven parts
         compute   the experts of this rank, by transformers' own function
         combine   the outputs, back to where the tokens are                 all-to-all of uneven parts
 
-    where the router's weights add them up. Backward, dispatch and combine trade places (Lepikhin et al. 2021,
+    The router's weights add the outputs up. In the backward, dispatch and combine trade places (Lepikhin et al. 2021,
     arXiv:2006.16668).
 
-    LoRA's adapters of the experts are not divided: FSDP shards them with the other parameters of their layer over all
-    ranks, and a rank adds the factors of its own experts to its weights. A few hundredths of the experts' size, they
-    are gathered whole; in return their gradients, names and checkpoints are those of every other layout. (peft has the
-    factors B of all experts in one matrix, whose columns of one expert lie r times E columns apart: no rank's part of
-    it would be a slice.)
-
-    The module's parameters become DTensors over `mesh`, one dimension of ranks, along their first dimension, the
-    experts; `adapters` (peft's ParamWrapper) are of those parameters.
+    LoRA's adapters of the experts are not spread: FSDP shards them with the other parameters of their layer over all
+    ranks, and a rank adds the factors of its own experts to its weights. They have a few hundredths of the experts'
+    size and are gathered whole. In return their gradients, names and checkpoints are those of every other layout. peft
+    keeps the factors B of all experts in one matrix, in which the columns of one expert lie r x E columns apart, so no
+    rank's part would be a slice.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, adapters: Sequence[Any] = ()) -> None:
-        self.module, self.group, self.size, self.adapters = module, mesh.get_group(), mesh.size(), adapters
-        parameters = dict(module.named_parameters(recurse=False))
+        """Makes the module's parameters DTensors over `mesh`, sharded along their first dimension, the experts.
+
+        Args:
+            module: On meta.
+            mesh: The ranks of the group, in one dimension.
+            adapters: peft's ParamWrappers of the module's parameters.
+        """
+        self.module = module
+        self.group = mesh.get_group()
+        self.size = mesh.size()
+        self.adapters = adapters
         self.experts: int = module.num_experts  # type: ignore[assignment]
         self.local_experts = self.experts // self.size
-        self.first = mesh.get_local_rank() * self.local_experts
-        for name, parameter in parameters.items():
+        first = mesh.get_local_rank() * self.local_experts
+        self.own = slice(first, first + self.local_experts)
+        for name, parameter in dict(module.named_parameters(recurse=False)).items():
             assert parameter.shape[0] == self.experts, f"{name}: {tuple(parameter.shape)}, but {self.experts} experts"
             local = parameter.new_empty((self.local_experts, *parameter.shape[1:]))
-            whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-            setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         for name, weight in quantized_children(module).items():  # each rank's own, which no checkpoint holds
-            setattr(module, name, weight.take_part(slice(self.first, self.first + self.local_experts)))
+            setattr(module, name, weight.take_part(self.own))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """hidden [tokens, width]; chosen int64[tokens, k], their experts; weights [tokens, k] -> [tokens, width]."""
+        """Computes this rank's tokens on the ranks that have their experts.
+
+        Args:
+            hidden: [tokens, width].
+            chosen: int64[tokens, k], the experts of each token.
+            weights: [tokens, k], of the experts' outputs.
+
+        Returns:
+            [tokens, width], in the dtype of hidden.
+        """
         tokens, per_token = chosen.shape
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by expert, so by rank as well
@@ -386,34 +486,51 @@ class DividedExperts:
         counts = flat.new_zeros(self.experts).scatter_add_(0, flat, torch.ones_like(flat))
         arriving = torch.empty_like(counts)  # for each expert of this rank, from rank after rank
         dist.all_to_all_single(arriving, counts, group=self.group)
-        sent, received = torch.stack([counts, arriving]).view(2, self.size, self.local_experts).sum(-1).tolist()
+        by_rank = torch.stack([counts, arriving]).view(2, self.size, self.local_experts).sum(-1)
+        sent, received = by_rank.tolist()
         leaving = move_rows(hidden, order, back, per_token)
         rows = all_to_all(leaving, self.group, sent, received)
-        local = torch.arange(self.local_experts, device=flat.device).repeat(self.size)
-        own = local.repeat_interleave(arriving, output_size=sum(received))
-        outputs = recompute_dequantized(self.module, self.compute, rows, own)
+        expert_numbers = torch.arange(self.local_experts, device=flat.device).repeat(self.size)
+        expert_of_row = expert_numbers.repeat_interleave(arriving, output_size=sum(received))
+        outputs = recompute_dequantized(self.module, self.compute, rows, expert_of_row)
         returned = all_to_all(outputs, self.group, received, sent)
         states = move_rows(returned, back, order).view(tokens, per_token, -1)
         weighted: Tensor = (states * weights[..., None]).sum(1)
         return weighted.to(hidden.dtype)
 
     def compute(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """The outputs of this rank's `experts` int64[rows] (counted from its first) for `rows` [rows, width]."""
+        """Runs this rank's experts.
+
+        Args:
+            rows: [rows, width].
+            experts: int64[rows], the expert of each, counted from this rank's first.
+
+        Returns:
+            [rows, width].
+        """
         parameters = expert_weights(self.module)
-        factors = find_factors(self.adapters, slice(self.first, self.first + self.local_experts))
+        factors = find_factors(self.adapters, self.own)
         if not rows.shape[0]:  # gradients of zero: FSDP reduces what every rank has
-            trained = [*parameters.values(), *(factor for pair in factors.values() for factor in pair[:2])]
-            return rows + sum(each[:0].sum() for each in trained)
+            trained = list(parameters.values())
+            for left, right, _ in factors.values():
+                trained += [left, right]
+            return rows + sum(tensor[:0].sum() for tensor in trained)
         inputs = rows, experts[:, None], torch.ones_like(rows[:, :1])
         outputs: Tensor = compute_experts(self.module, parameters, self.local_experts, *inputs, factors=factors)
         return outputs
 
 
 def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[nn.Parameter], Shard]:
-    """For `fully_shard` over `shards` ranks: whole experts where they divide evenly, else rows of each."""
-    by_dim = {
-        id(parameter): Shard(0) for weight in quantized_children(module).values() for parameter in weight.parameters()
-    }
+    """Says along which dimension FSDP shards each parameter: along the experts if they divide evenly, else along rows.
+
+    Args:
+        module: A layer of experts, of which a rank of `size` has a part.
+        size: Ranks over which the experts are spread.
+        shards: Ranks over which FSDP shards a rank's part.
+    """
+    by_dim: dict[int, Shard] = {}
+    for weight in quantized_children(module).values():
+        by_dim |= {id(parameter): Shard(0) for parameter in weight.parameters()}
     for name, parameter in module.named_parameters(recurse=False):
         held = shard_experts(tuple(parameter.shape), size, shards)
         assert held is not None, f"{name}: refused by the rule `experts over shards`"

@@ -36,7 +36,7 @@ LEAK_SHARE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.25}
 FORWARD_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.5}
 
 
-class Forward(NamedTuple):
+class ForwardOutput(NamedTuple):
     """The outputs of one forward, without gradients."""
 
     hidden: Tensor  # [rows, tokens, hidden], what enters the output head
@@ -81,7 +81,9 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
     _compare(own, trained, labels, dtype, name, packed=data.packing)
 
 
-def _compare(own: Forward, trained: Forward, labels: Tensor, dtype: torch.dtype, name: str, *, packed: bool) -> None:
+def _compare(
+    own: ForwardOutput, trained: ForwardOutput, labels: Tensor, dtype: torch.dtype, name: str, *, packed: bool
+) -> None:
     """Raises `UserError` where the two forwards differ by more than rounding in `dtype` explains."""
     document = own.hidden[0, :DOCUMENT]  # causal: what follows does not change it
     ours = trained.hidden[0, :DOCUMENT]
@@ -129,7 +131,7 @@ def _batch(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
     return batch | {"cu_seq_lens": F.pad(boundaries, (1, 0)), "max_document_length": DOCUMENT}
 
 
-def _forward(model: nn.Module, **inputs: Any) -> Forward:
+def _forward(model: nn.Module, **inputs: Any) -> ForwardOutput:
     plain: Any = unwrap(model)
     hidden: list[Tensor] = []
     hook = plain.get_output_embeddings().register_forward_pre_hook(lambda _, args: hidden.append(args[0].detach()))
@@ -137,10 +139,10 @@ def _forward(model: nn.Module, **inputs: Any) -> Forward:
         result = model(**inputs)
     finally:
         hook.remove()
-    return Forward(hidden[0], result if isinstance(result, Tensor) else result.logits)
+    return ForwardOutput(hidden[0], result if isinstance(result, Tensor) else result.logits)
 
 
-def _forward_in_parts(model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> Forward:
+def _forward_in_parts(model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> ForwardOutput:
     """The forward of a batch whose tokens the ranks of `group` share, gathered again on every rank."""
     length = batch["input_ids"].shape[1]
     # The first rank's tokens end inside the document that repeats the first, or the padded row: attention, and whatever
@@ -161,7 +163,7 @@ def _forward_in_parts(model: nn.Module, batch: dict[str, Any], group: ProcessGro
         part["max_document_length"] = max(DOCUMENT, padding[1])
     hidden, loss = _forward(model, **part)
     dist.all_reduce(loss, group=group)
-    return Forward(gather_tokens(hidden, group)[:, :length], loss)
+    return ForwardOutput(gather_tokens(hidden, group)[:, :length], loss)
 
 
 def _difference(found: Tensor, truth: Tensor) -> float:

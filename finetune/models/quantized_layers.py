@@ -1,8 +1,8 @@
 """Layers with frozen weights in 4 or 8 bits: put into a model on meta, sharded with it, filled with each rank's bytes.
 
-A weight is two flat parameters, its codes and its scales, whose bytes are seen as numbers of the compute dtype: FSDP2
-gathers such parameters without converting them. It shards them anywhere, through blocks and single numbers too, because
-no rank computes with its own part: a layer's unit is gathered whole, and dequantized as it would be on one rank.
+A weight is two flat parameters, its codes and its scales. Their bytes are seen as numbers of the compute dtype, because
+FSDP2 gathers parameters of that dtype without converting them. FSDP2 may cut them anywhere, also within a block or a
+number: no rank computes with its shard. It gathers all shards of a layer's unit, and dequantizes as one rank would.
 """
 
 from collections.abc import Mapping
@@ -39,12 +39,14 @@ from finetune.models.quantized_weights import (
     unpack_scales,
 )
 
-SAME_PRODUCT = ("FalconLinear",)  # subclasses whose own forward multiplies by the weight and adds the bias
+SAME_PRODUCT = ("FalconLinear",)  # subclasses of nn.Linear whose own forward computes what nn.Linear's does
 
 
 def quantized_weights(model: nn.Module) -> list[str]:
-    """The weights of `model`, by their names in the base model, that are quantized: those of linear layers but for the
-    output head, and of experts. `model` may be on meta, and may have adapters."""
+    """Lists the weights that are quantized if frozen, by their names in the base model: of linear layers and experts.
+
+    `model` may be on meta, and may have adapters.
+    """
     linears = [f"{base_name(f'{name}.')}weight" for name, _ in linear_layers(model)]
     experts = [f"{path}.{name}" for path, module in expert_layers(model) for name in weights_of(module)]
     return linears + [base_name(name) for name in experts]
@@ -56,23 +58,24 @@ def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
     Raises `UserError` where the model has none.
     """
     head = set(model.get_output_embeddings().modules())  # of an adapted head, its base layer too
-    found = [
-        (name, module)
-        for name, module in text_modules(model)  # a vision tower keeps its precision
-        # A subclass with a forward of its own computes something else with its weight.
-        if isinstance(module, nn.Linear)
-        and (type(module).forward is nn.Linear.forward or type(module).__name__ in SAME_PRODUCT)
-        if module not in head and not is_adapter(f"{name}.")
-    ]
-    if not found:
+    layers = []
+    for name, module in text_modules(model):  # a vision tower keeps its precision
+        if isinstance(module, nn.Linear) and _is_plain(module) and module not in head and not is_adapter(f"{name}."):
+            layers.append((name, module))
+    if not layers:
         raise UserError(
             f"{', '.join(LOAD_KEYS)}: {type(model).__name__} has no linear layers to quantize; leave the key out"
         )
-    return found
+    return layers
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    """Whether a layer is no subclass with a forward that computes something else with its weight."""
+    return type(linear).forward is nn.Linear.forward or type(linear).__name__ in SAME_PRODUCT
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of the language model that hold all experts of a layer in one parameter each, by name."""
+    """The layers of experts in the language model, by name: modules whose parameters hold all experts of a layer."""
     return [(name, module) for name, module in text_modules(model) if is_experts(module)]
 
 
@@ -81,56 +84,87 @@ def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in experts.named_parameters(recurse=False) if weight.dim() == 3}
 
 
-CODES, SCALES = "codes", "scales"
+CODES = "codes"
+SCALES = "scales"
 Form = tuple[int, int, int, str, bool, int]  # rows, columns, bits, quant_type, double quantization, block
 
 
 class QuantizedWeight(nn.Module):
     """A quantized, frozen weight [..., columns]: stands in a layer of experts under the name of the parameter.
 
-    part: The experts this rank keeps; their codes and scales are those of the whole weight.
+    Attributes:
+        full_shape, full_quantization: Of the weight as all ranks have it.
+        part: The experts this rank keeps, as a slice of the first dimension; their codes and scales are those of the
+            full weight.
+        shape, quantization: Of that part.
+        sizes: The bytes of its codes and of its scales, without padding.
+        keeps_dequantized: Whether autograd may keep the dequantized weight for the backward.
     """
 
     leaf = ""  # ends the name of the weight after the module's
 
     def __init__(
         self,
-        whole: tuple[int, ...],
+        full_shape: tuple[int, ...],
         quantization: Quantization,
         dtype: torch.dtype,
         block: int = BLOCK,
         part: slice | None = None,
     ) -> None:
+        """Makes the parameters, on meta.
+
+        Args:
+            full_shape: [..., columns].
+            quantization: Of the full weight.
+            dtype: Of computation, as whose numbers the bytes are seen.
+            block: Numbers under one scale, in 4 bits.
+            part: None: all of the first dimension.
+        """
         nn.Module.__init__(self)
-        self.whole, self.whole_quantization, self.part = whole, quantization, part or slice(0, whole[0])
-        self.shape, self.block = (self.part.stop - self.part.start, *whole[1:]), block
+        self.full_shape = full_shape
+        self.full_quantization = quantization
+        self.part = part or slice(0, full_shape[0])
+        self.shape = (self.part.stop - self.part.start, *full_shape[1:])
+        self.block = block
         self.quantization = quantization if part is None else divide_quantization(prod(self.shape), quantization)
         self.sizes = quantized_bytes(prod(self.shape[:-1]), self.shape[-1], self.quantization, block)
-        self.keeps_dequantized = False  # whether what is dequantized is left for autograd to keep
+        self.keeps_dequantized = False
         for name, size in ((CODES, self.sizes.codes), (SCALES, self.sizes.scales)):
             numbers = torch.empty(-(-size // dtype.itemsize), dtype=dtype, device="meta")
             self.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
 
     def take_part(self, part: slice) -> "QuantizedWeight":
-        """The weight, on meta, of these experts alone."""
-        taken = QuantizedWeight(self.whole, self.whole_quantization, self.dtype, self.block, part)
+        """The weight of these experts alone, on meta."""
+        taken = QuantizedWeight(self.full_shape, self.full_quantization, self.dtype, self.block, part)
         taken.keeps_dequantized = self.keeps_dequantized
         return taken
 
     def own_scales(self, scales: Tensor) -> Tensor:
-        """What this part keeps of the `scales` of the whole weight."""
-        if self.shape == self.whole:
+        """Takes this part's scales from those of the full weight.
+
+        Args:
+            scales: uint8[bytes], as `pack_scales` lays them out.
+
+        Returns:
+            uint8[bytes]. Scales that were quantized again are fp32 where the part cuts one of their blocks.
+        """
+        if self.shape == self.full_shape:
             return scales
-        each = prod(self.whole[1:-1]) if self.whole_quantization.bits == 8 else prod(self.whole[1:])
-        under = 1 if self.whole_quantization.bits == 8 else self.block  # numbers, or rows, under a scale
-        first, last = self.part.start * each // under, self.part.stop * each // under
-        if not self.whole_quantization.bnb_4bit_use_double_quant:
+        first = self._count_scales(self.part.start)
+        last = self._count_scales(self.part.stop)
+        if not self.full_quantization.bnb_4bit_use_double_quant:
             return scales.view(torch.float32)[first:last].view(torch.uint8)
-        whole = QuantizedTensor(scales[:0], scales, self.whole, self.whole_quantization, self.block)
+        of_full_weight = QuantizedTensor(scales[:0], scales, self.full_shape, self.full_quantization, self.block)
         if not self.quantization.bnb_4bit_use_double_quant:
-            return unpack_scales(whole)[first:last].view(torch.uint8)
-        codes, nested, mean = split_nested_scales(whole)
+            return unpack_scales(of_full_weight)[first:last].view(torch.uint8)
+        codes, nested, mean = split_nested_scales(of_full_weight)
         return join_nested_scales(codes[first:last], nested[first // NESTED_BLOCK : last // NESTED_BLOCK], mean)
+
+    def _count_scales(self, experts: int) -> int:
+        """How many scales the first `experts` have: one for each row in 8 bits, one for each block in 4."""
+        if self.full_quantization.bits == 8:
+            return experts * prod(self.full_shape[1:-1])
+        return experts * prod(self.full_shape[1:]) // self.block
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,7 +172,7 @@ class QuantizedWeight(nn.Module):
         return self.get_parameter(CODES).dtype
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight as `dtype` [..., columns], where this rank has the whole of it."""
+        """The weight [..., columns] in `dtype`. Its unit must be gathered: this rank needs all bytes of the part."""
         weight: Tensor = _dequantize(self.get_parameter(CODES), self.get_parameter(SCALES), *self._form, dtype)
         return weight.view(self.shape)
 
@@ -153,9 +187,8 @@ class QuantizedWeight(nn.Module):
 class QuantizedLinear(QuantizedWeight, nn.Linear):
     """A linear layer with a quantized, frozen weight. The product is in the dtype of the input, or of autocast.
 
-    The weight is dequantized in every forward, and again in backward. In a decoder layer whose activations are
-    checkpointed (`keeps_dequantized`) it is not dequantized a third time: the recomputed forward keeps it for the
-    backward that follows.
+    Each forward dequantizes the weight, and each backward does so again. Where activations are recomputed
+    (`keeps_dequantized`), the recomputed forward keeps the weight for the backward that follows it at once.
     """
 
     leaf = ".weight"
@@ -171,7 +204,7 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         return self.dequantize(self.dtype)
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Form | None, Tensor, Tensor | None]:
-        """What a backward needs of the weight: form, codes and scales; or the weight in `dtype` alone, if kept so."""
+        """What a backward needs: (form, codes, scales), or (None, weight in `dtype`, None) if autograd may keep it."""
         if self.keeps_dequantized:
             return None, self.dequantize(dtype), None
         return self._form, self.get_parameter(CODES), self.get_parameter(SCALES)
@@ -192,7 +225,7 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
 
-# An operator of its own, into which torch.compile does not look: it cannot follow bytes that are seen as other numbers.
+# torch.compile cannot follow bytes that are seen as other numbers, and does not look into an operator.
 @library.custom_op("finetune::dequantize", mutates_args=())
 def _dequantize(
     codes: Tensor,
@@ -206,14 +239,20 @@ def _dequantize(
     dtype: torch.dtype,
     after: Tensor | None = None,
 ) -> Tensor:
-    """The weight [rows, columns] of which `codes` and `scales` are the parameters, padding included.
+    """Dequantizes a weight [rows, columns] from its parameters.
 
-    after: A backward passes its gradient. With the forward's arguments alone, torch.compile would merge both calls and
-        keep the weight from one to the other.
+    Args:
+        codes: [numbers], with padding.
+        scales: [numbers], with padding.
+        rows, columns, bits, quant_type, double, block: See `Form`.
+        dtype: Of the result.
+        after: A backward passes its gradient. With the forward's arguments alone, torch.compile would merge both calls
+            and keep the weight from one to the other.
     """
     quantization = quantize_to(bits, quant_type, double)
     sizes = quantized_bytes(rows, columns, quantization, block)
-    code_bytes, scale_bytes = codes.view(torch.uint8)[: sizes.codes], scales.view(torch.uint8)[: sizes.scales]
+    code_bytes = codes.view(torch.uint8)[: sizes.codes]
+    scale_bytes = scales.view(torch.uint8)[: sizes.scales]
     return dequantize_tensor(QuantizedTensor(code_bytes, scale_bytes, (rows, columns), quantization, block), dtype)
 
 
@@ -236,16 +275,13 @@ def _(
 def dequantize_parameters(
     codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype, after: Tensor | None = None
 ) -> Tensor:
-    """The weight of a layer of this `form`, from its parameters, as `dtype` [rows, columns].
-
-    after: In a backward, its gradient.
-    """
+    """As `_dequantize`: the weight [rows, columns] in `dtype`, from a layer's parameters and its `form`."""
     weight: Tensor = _dequantize(codes, scales, *form, dtype, after)
     return weight
 
 
 class _DequantizedTwice(torch.autograd.Function):
-    """F.linear with a frozen weight, whose backward dequantizes the weight again instead of keeping it."""
+    """F.linear with a frozen weight, which the backward dequantizes again."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, form: Form) -> Tensor:
@@ -256,9 +292,11 @@ class _DequantizedTwice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
         codes, scales = ctx.saved_tensors
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None  # trained by `modules_to_save`
+        bias_gradient = None
+        if ctx.needs_input_grad[3]:  # trained by `modules_to_save`
+            bias_gradient = gradient.flatten(0, -2).sum(0)
         weight = _dequantize(codes, scales, *ctx.form, gradient.dtype, gradient)
-        return gradient @ weight, None, None, of_bias, None
+        return gradient @ weight, None, None, bias_gradient, None
 
 
 def recomputed_modules(model: nn.Module) -> set[nn.Module]:
@@ -270,17 +308,26 @@ def recomputed_modules(model: nn.Module) -> set[nn.Module]:
 def quantize_layers(
     model: nn.Module, quantization: Quantization, dtype: torch.dtype, stored: Mapping[str, StoredQuantized]
 ) -> frozenset[str]:
-    """Puts quantized linear layers, in `dtype`, into `model` on meta, and returns the names of their parameters.
+    """Puts quantized linear layers into `model`. Call it after adapters and activation checkpointing are in place.
 
-    `stored`: the weights that are quantized in the files already; where there are any, those and no others. Call it
-    after adapters and activation checkpointing are in place. Raises `UserError` where no layer can be quantized, or one
-    is stored quantized that cannot be kept so.
+    Args:
+        model: On meta.
+        quantization: How frozen weights are quantized; trained ones (modules_to_save) stay as they are.
+        dtype: Of computation, as which the quantized bytes are kept.
+        stored: The weights that the files hold quantized already; where there are any, no others are quantized.
+
+    Returns:
+        The names of the parameters that hold codes and scales.
+
+    Raises:
+        UserError: No layer can be quantized, or one is stored quantized that cannot be kept so.
     """
     checkpointed = recomputed_modules(model)
-    added, left = set(), set(stored)
+    added = set()
+    left = set(stored)
     for name, linear in linear_layers(model):
         weight = base_name(f"{name}.weight")
-        if linear.weight.requires_grad or (stored and weight not in stored):  # modules_to_save are trained
+        if linear.weight.requires_grad or (stored and weight not in stored):
             continue
         left.discard(weight)
         layer = QuantizedLinear(linear, quantization, dtype, stored[weight].block if stored else BLOCK)
@@ -321,28 +368,33 @@ def fill_quantized_layers(
 
 @torch.no_grad()
 def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> None:
-    codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
+    """Quantizes the blocks of `weight` that this rank's shard of the codes touches, and shares their magnitudes."""
+    columns = layer.full_shape[-1]
     in_rows = layer.quantization.bits == 8
-    columns, numbers = layer.whole[-1], prod(layer.whole)
     block = columns if in_rows else layer.block  # numbers
     block_bytes = block if in_rows else block // 2
-    start = layer.part.start * prod(layer.whole[1:]) // block * block_bytes  # of this rank's experts
-    begin, end = start + begin, start + end
-    magnitudes = torch.zeros(-(-numbers // block), device=world.device)
+    magnitudes = torch.zeros(-(-prod(layer.full_shape) // block), device=world.device)
+    codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
     if begin < end:
-        first, last = begin // block_bytes, -(-end // block_bytes)
-        part = _read_numbers(weight, layer.whole, values, first * block, min(last * block, numbers)).to(world.device)
-        own, magnitudes[first:last] = quantize_blocks(part.view(-1, columns) if in_rows else part, layer.quantization)
-        codes.copy_(own[begin - first * block_bytes : end - first * block_bytes])
+        start = layer.part.start * prod(layer.full_shape[1:]) // block * block_bytes  # of this rank's experts
+        first = (start + begin) // block_bytes
+        last = -(-(start + end) // block_bytes)
+        last_number = min(last * block, prod(layer.full_shape))
+        numbers = _read_numbers(weight, layer.full_shape, values, first * block, last_number).to(world.device)
+        blocks = numbers.view(-1, columns) if in_rows else numbers
+        block_codes, magnitudes[first:last] = quantize_blocks(blocks, layer.quantization)
+        offset = start - first * block_bytes
+        codes.copy_(block_codes[offset + begin : offset + end])
     if isinstance(layer.get_parameter(CODES), DTensor):
         # Blocks that two ranks share, and replicas of hybrid sharding, have the same magnitude on each.
         dist.all_reduce(magnitudes, dist.ReduceOp.MAX, world.stage_group)
     scales, begin, end = _own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
-    scales.copy_(layer.own_scales(pack_scales(magnitudes, layer.whole_quantization))[begin:end])
+    scales.copy_(layer.own_scales(pack_scales(magnitudes, layer.full_quantization))[begin:end])
 
 
 @torch.no_grad()
 def _fill_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
+    """Reads this rank's bytes of a weight that the files hold quantized."""
     codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
     codes.copy_(stored.read_codes(begin, end))
     scales, begin, end = _own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
@@ -350,7 +402,7 @@ def _fill_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
 
 
 def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
-    """This rank's bytes of a parameter, and their begin and end in the whole of `size`; padding is zeroed."""
+    """(this rank's bytes of a parameter of `size` bytes, where they begin, where they end). Zeroes the padding."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
     (bounds,) = find_local_slices(parameter)
     own = local.zero_().view(torch.uint8)
@@ -360,8 +412,9 @@ def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
 
 
 def _read_numbers(weight: str, shape: tuple[int, ...], values: Values, begin: int, end: int) -> Tensor:
-    """The numbers `begin` to `end` of the weight, in row-major order, from the rows (or experts) that hold them."""
-    each = prod(shape[1:])
-    first, last = begin // each, -(-end // each)
+    """Reads the numbers `begin` to `end` of a weight of `shape`, in row-major order."""
+    row_size = prod(shape[1:])  # of an expert, where the weight is one of experts
+    first = begin // row_size
+    last = -(-end // row_size)
     rows = values(weight, (slice(first, last), *(slice(0, size) for size in shape[1:])))
-    return rows.reshape(-1)[begin - first * each : end - first * each]
+    return rows.reshape(-1)[begin - first * row_size : end - first * row_size]

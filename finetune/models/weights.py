@@ -31,7 +31,7 @@ class UnsupportedConversion(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BoxPart:
     """A box of a named tensor, at its place in a `Box`."""
 
     name: str
@@ -47,13 +47,13 @@ class Box:
     torch's functions, as far as transformers' conversions of weights in boxes use them."""
 
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[BoxPart, ...]
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> "Box":
         """All of the tensor `name`."""
         shape, zeros = tuple(shape), (0,) * len(shape)
-        return cls(shape, (Part(name, zeros, zeros, shape, tuple(range(len(shape)))),))
+        return cls(shape, (BoxPart(name, zeros, zeros, shape, tuple(range(len(shape)))),))
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,7 +203,7 @@ def _as_stored(name: str, box: Box, stored: Mapping[str, StoredTensor]) -> Store
     return StoredTensor(name, box.shape, dtypes.pop(), tuple(parts))
 
 
-def _stored_parts(part: Part, tensor: StoredTensor) -> list[StoredPart]:
+def _stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
     """Where the elements of `part` lie on disk."""
     wanted = [(cut.start, cut.stop) for cut in _source_slices(part)]
     found: list[StoredPart] = []
@@ -227,7 +227,7 @@ def _stored_parts(part: Part, tensor: StoredTensor) -> list[StoredPart]:
     return found
 
 
-def _source_slices(part: Part) -> Slices:
+def _source_slices(part: BoxPart) -> Slices:
     """Which elements of the named tensor `part` is; a dimension that the box has lost is one element wide."""
     sizes = {axis: size for axis, size in zip(part.axes, part.shape, strict=True) if axis is not None}
     return tuple(slice(start, start + sizes.get(axis, 1)) for axis, start in enumerate(part.begin))

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from finetune.config.methods import Rollout
+from finetune.config.methods import RolloutKeys
 from finetune.config.user_code import file_of
 from finetune.errors import UserError
 from finetune.rollout.reward_process import limit_of_one
@@ -94,7 +94,7 @@ class RewardProcess:
 class Rewards:
     """The rewards and tools of a recipe. The process starts at the first call, and ends with this one."""
 
-    def __init__(self, keys: Rollout) -> None:
+    def __init__(self, keys: RolloutKeys) -> None:
         self.names = [name.rpartition(":")[2] for name in keys.rewards]
         self._keys = keys
         self._counts = keys.on_bad_reward == "zero"

@@ -35,23 +35,23 @@ from finetune.files.network import send
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.rollout.vllm_answers import (
     SHOWN,
-    Answer,
     AnswerKind,
     CacheReset,
-    Completion,
+    ServedCompletion,
     ServedModels,
+    ServerAnswer,
     ServerInfo,
     WeightInfo,
     read_answer,
 )
 
 FOLDER, WEIGHTS = "rollouts", "weights"  # of a run: what the server reads, and what it has answered
-PATHS: Mapping[type[Answer], str] = {
+PATHS: Mapping[type[ServerAnswer], str] = {
     ServedModels: "/v1/models",
     ServerInfo: "/server_info?config_format=json",
     WeightInfo: "/weight_info",
     CacheReset: "/reset_prefix_cache",
-    Completion: "/v1/completions",
+    ServedCompletion: "/v1/completions",
 }
 ENDS = {"stop": Ended.STOPPED, "length": Ended.CUT}  # the protocol's finish_reason
 UNCHANGED = "default"  # the version of the weights that a server has started with
@@ -244,7 +244,7 @@ class VllmEngine:
         how = {"max_tokens": most, "temperature": 0 if sampling.greedy else sampling.temperature}
         body = {"model": model, "prompt": list(request.prompt_ids), "stop_token_ids": self._stop_ids, **how}
         body |= TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()}
-        choice = _ask(self._recipe, Completion, body=body).choices[0]
+        choice = _ask(self._recipe, ServedCompletion, body=body).choices[0]
         ids = choice.token_ids
         logs = choice.logprobs.token_logprobs
         ended = ENDS[choice.finish_reason]

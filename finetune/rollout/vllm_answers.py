@@ -12,13 +12,13 @@ LogProbability = Annotated[float, Field(le=0, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class Answer(BaseModel):
+class ServerAnswer(BaseModel):
     """An answer, or a part of one. What is not read may be anything."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-class Served(Answer):
+class Served(ServerAnswer):
     """A model or an adapter, by the name that requests give."""
 
     id: str
@@ -26,49 +26,49 @@ class Served(Answer):
     max_model_len: int | None = None  # tokens of a prompt with its completion; None: an adapter
 
 
-class ServedModels(Answer):
+class ServedModels(ServerAnswer):
     """Of /v1/models: the model, then its adapters."""
 
     data: Annotated[tuple[Served, ...], Field(min_length=1, strict=False)]
 
 
-class ModelSettings(Answer):
+class ModelSettings(ServerAnswer):
     """How the server computes log-probabilities."""
 
     logprobs_mode: str
 
 
-class Settings(Answer):
+class ServerSettings(ServerAnswer):
     """The part of a server's settings that is read."""
 
     model: ModelSettings = Field(alias="model_config")
 
 
-class ServerInfo(Answer):
+class ServerInfo(ServerAnswer):
     """Of /server_info."""
 
-    vllm_config: Settings
+    vllm_config: ServerSettings
 
 
-class WeightInfo(Answer):
+class WeightInfo(ServerAnswer):
     """Of /weight_info."""
 
     weight_version: str
 
 
-class CacheReset(Answer):
+class CacheReset(ServerAnswer):
     """Of /reset_prefix_cache."""
 
     success: bool
 
 
-class LogProbabilities(Answer):
+class LogProbabilities(ServerAnswer):
     """Of a completion's tokens."""
 
     token_logprobs: list[LogProbability]
 
 
-class Choice(Answer):
+class Choice(ServerAnswer):
     """One completion."""
 
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
@@ -76,13 +76,13 @@ class Choice(Answer):
     finish_reason: Literal["stop", "length"]
 
 
-class Completion(Answer):
+class ServedCompletion(ServerAnswer):
     """Of /v1/completions."""
 
     choices: Annotated[list[Choice], Field(min_length=1)]
 
 
-AnswerKind = TypeVar("AnswerKind", bound=Answer)
+AnswerKind = TypeVar("AnswerKind", bound=ServerAnswer)
 
 
 def read_answer(kind: type[AnswerKind], content: bytes, url: str) -> AnswerKind:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from finetune.checkpoint.folders import list_checkpoints, lock_run, step_folder
-from finetune.checkpoint.manifest import Progress, find_problems, hash_recipe, read_state
+from finetune.checkpoint.manifest import Progress, find_damage, hash_recipe, read_state
 from finetune.checkpoint.resume import list_changes, read_progress, refuse_damaged_model
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import gathers_fp8
@@ -405,12 +405,12 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
     last, newest = checkpoints[-1]
     exports = ["export", *(["adapter"] if recipe.lora.use_peft else [])] if recipe.checkpoint.export_at_end else []
     if read_json_object(folder / FINISHED) == _record(recipe, inputs, last):
-        return all((folder / name).is_dir() for name in exports) and not find_problems(newest)
+        return all((folder / name).is_dir() for name in exports) and not find_damage(newest)
     try:
         is_over = last >= steps or is_out_of_patience(read_progress(newest), recipe.run)
     except ValueError:  # damaged, and passed over when the run resumes
         is_over = False
-    if is_over and not find_problems(newest):  # the checkpoint of a run that continues is read once, by `find_start`
+    if is_over and not find_damage(newest):  # the checkpoint of a run that continues is read once, by `find_start`
         _refuse_other_training(folder, recipe, inputs, newest)
     return False
 

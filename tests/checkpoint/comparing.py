@@ -102,7 +102,7 @@ def compare_checkpoints(run_folder: Path, reference: Reference, before: set[int]
     those that were damaged since they were written."""
     there, sound = dict(folders.list_checkpoints(run_folder)), set()
     for step, path in there.items():
-        problems = manifest.find_problems(path)
+        problems = manifest.find_damage(path)
         if problems and step in damaged:
             continue
         if problems:

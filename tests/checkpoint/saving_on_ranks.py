@@ -135,7 +135,7 @@ def a_disk_that_fails_at_any_file_publishes_nothing_on_any_rank(run: Run) -> Non
                         raise AssertionError(f"{call} of {name} failed, and nobody said so")
                 assert run.steps() == [1]
                 assert not folders.staging_folder(run.folder, 2).exists()
-                assert manifest.find_problems(sound) == []
+                assert manifest.find_damage(sound) == []
     run.saver().save(Progress(step=2))  # the disk is well again
     assert run.steps() == [1, 2]
     assert folders.find_newest_valid(run.folder) == folders.step_folder(run.folder, 2)
@@ -162,7 +162,7 @@ def a_checkpoint_whose_name_the_disk_has_not_confirmed_is_reported_as_there(run:
         raise AssertionError("the disk has not confirmed the name, and nobody said so")
     finally:
         durable.sync_folder = real
-    assert manifest.find_problems(published) == []
+    assert manifest.find_damage(published) == []
 
 
 @scenario

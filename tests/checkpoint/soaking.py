@@ -231,7 +231,7 @@ class Story:
         except Lost as what:
             raise type(what)(f"{what}\n{ended.log[-3000:]}") from None
         there = dict(folders.list_checkpoints(self.run_folder))
-        self.damaged &= {step for step, path in there.items() if manifest.find_problems(path)}
+        self.damaged &= {step for step, path in there.items() if manifest.find_damage(path)}
 
     def _check_end(self, ended: Ended) -> None:
         if STEPS not in self.sound:  # what a kill kept from being pruned may be there too

@@ -102,7 +102,7 @@ def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
         if path.name != manifest.MANIFEST:
             vouch_for(checkpoint, path)
             found = ["state.json is damaged"] if path.name == manifest.STATE else []
-            assert manifest.find_problems(checkpoint) == found, "the enemy's checksums are right"
+            assert manifest.find_damage(checkpoint) == found, "the enemy's checksums are right"
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         summarize_checkpoints(run_folder, checksums=True)
         try:

@@ -44,9 +44,9 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
             changed = bytearray(original)
             changed[position] ^= 1
             path.write_bytes(changed)
-            assert manifest.find_problems(checkpoint), f"{path.name}: byte {position}"
+            assert manifest.find_damage(checkpoint), f"{path.name}: byte {position}"
         path.write_bytes(original)
-    assert manifest.find_problems(checkpoint) == []
+    assert manifest.find_damage(checkpoint) == []
 
 
 def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
 def test_whoever_waits_hears_of_every_byte_that_is_read(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, 7)
     read: list[int] = []
-    assert manifest.find_problems(checkpoint, parts=[manifest.MODEL], advance=read.append) == []
+    assert manifest.find_damage(checkpoint, parts=[manifest.MODEL], advance=read.append) == []
     assert sum(read) == sum(
         path.stat().st_size for path in [*(checkpoint / "model").iterdir(), checkpoint / manifest.STATE]
     )
@@ -70,7 +70,7 @@ def test_whoever_waits_hears_of_every_byte_that_is_read(tmp_path: Path) -> None:
 def test_the_manifest_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     one, other = write_checkpoint(tmp_path / "a", 5), write_checkpoint(tmp_path / "b", 5, content=b"others!")
     (one / manifest.MANIFEST).write_bytes((other / manifest.MANIFEST).read_bytes())
-    assert any("does not match its checksum" in problem for problem in manifest.find_problems(one))
+    assert any("does not match its checksum" in problem for problem in manifest.find_damage(one))
     assert json.loads((other / manifest.MANIFEST).read_text())["step"] == 5
 
 

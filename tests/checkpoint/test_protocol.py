@@ -141,7 +141,7 @@ def test_no_published_checkpoint_is_ever_lost(
         story.begin(root)
         ended = story.run_until(kill, root, monkeypatch, power_cut)
         folders.remove_leftovers(root)  # what the next start does first
-        found = {step: manifest.find_problems(path) for step, path in folders.list_checkpoints(root)}
+        found = {step: manifest.find_damage(path) for step, path in folders.list_checkpoints(root)}
         assert not any(found.values()), f"killed at operation {kill}: {found}"
         ever = {*story.before, *found} | ({story.step} if ended else set())
         assert set(sorted(ever)[-KEEP:]) <= found.keys(), f"killed at operation {kill}: only {list(found)} are left"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config.keys import keys_of
-from finetune.config.methods import METHODS, Method, Rollout
+from finetune.config.methods import METHODS, Method, RolloutKeys
 from finetune.config.reader import read_recipe, to_dict, write_recipe
 from finetune.errors import UserError
 
@@ -80,7 +80,7 @@ def test_a_key_that_the_method_does_not_use_is_refused_with_those_that_do(keys: 
 
 def test_every_key_belongs_to_a_method() -> None:
     of_methods = {key for facts in METHODS.values() for key in facts.keys}
-    own = keys_of(Method).keys() - {"method"} | keys_of(Rollout).keys()
+    own = keys_of(Method).keys() - {"method"} | keys_of(RolloutKeys).keys()
     assert of_methods == own | {"label_smoothing", "token_loss", "eaft_alpha"}
     assert all(key.same_on_resume for key in keys_of(Method).values())
 

@@ -76,6 +76,15 @@ def test_what_is_not_rated_is_refused(row: dict[str, Any], words: str) -> None:
     assert words in str(problem.value)
 
 
+def test_an_answer_that_is_not_trained_on_is_no_mismatched_answer(prepare: Prepare, tmp_path: Path) -> None:
+    """`train: false` leaves nothing of it: to put that behind another prompt ended in an error of Python's."""
+    rows = [chat(f"Q{i}", f"A{i}") | {"label": True} for i in range(4)]
+    rows[2]["messages"][-1]["train"] = False
+    data = prepare([{"path": str(write_lines(tmp_path / "a.jsonl", rows))}], method="kto")
+    assert [answer for _, answer in texts(data)] == [f"A{i}<|end|>" for i in (0, 1, 1, 3, 3, 0)]
+    assert names(data)["nothing_trained"] == "warning"
+
+
 def test_a_mismatched_answer_is_the_next_to_another_prompt() -> None:
     a, b, c, d = (Completion(prompt, answer) for prompt, answer in (("P", "1"), ("P", "2"), ("R", "3"), ("S", "4")))
     assert find_mismatched([a, b, c, d], None) == [c, c, d, a]

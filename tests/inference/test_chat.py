@@ -22,7 +22,7 @@ import yaml
 from finetune.cli import main
 from finetune.errors import printable
 from finetune.inference.conversation import interruptible
-from finetune.inference.inference_model import LoadOptions, load_model
+from finetune.inference.inference_model import LoadOptions, load_inference_model
 from finetune.inference.inputs import find_model
 from tests.conftest import QuickstartRun, make_chat
 from tests.inference.conftest import LORA_STEPS
@@ -78,7 +78,7 @@ def test_a_run_and_its_checkpoint_answer_as_its_export(quickstart_run: Quickstar
     expected = own_answer(exported, run / "export")
     assert chat(run, "--prompt", QUESTION) == printable(expected) + "\n", "the answer alone, for a script"
     checkpoint = run / "checkpoints" / "step-00000004"
-    loaded = load_model(find_model(str(checkpoint)), LoadOptions(), print).model
+    loaded = load_inference_model(find_model(str(checkpoint)), LoadOptions(), print).model
     weights = exported.state_dict()
     assert loaded.state_dict().keys() == weights.keys()
     assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
@@ -140,7 +140,7 @@ def test_an_adapter_that_added_tokens(tiny_llama: Callable[..., Path], tmp_path:
     trained = get_peft_model(model, config)
     trained.save_pretrained(adapter)
     AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
-    loaded = load_model(find_model(str(adapter)), LoadOptions(), print)
+    loaded = load_inference_model(find_model(str(adapter)), LoadOptions(), print)
     ids = torch.tensor([[5, 270, 7]])
     with torch.inference_mode():
         assert torch.equal(loaded.model(ids).logits, trained.eval()(ids).logits)
@@ -331,7 +331,7 @@ def test_a_long_answer_does_not_change_the_next_one(tiny_llama: Callable[..., Pa
     """transformers' dynamic RoPE keeps the frequencies of the longest text that it has seen."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     reference = find_model(str(tiny_llama("dynamic", max_position_embeddings=64, rope_parameters=rope)))
-    model = load_model(reference, LoadOptions(), print)
+    model = load_inference_model(reference, LoadOptions(), print)
 
     def ids_of(length: int) -> torch.Tensor:
         return (torch.arange(length)[None] * 7) % model.model.config.vocab_size
@@ -346,7 +346,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[...
     from finetune.inference.conversation import AnswerOptions, answer
     from finetune.inference.inputs import make_prompt
 
-    model = load_model(find_model(str(tiny_llama())), LoadOptions(), print)
+    model = load_inference_model(find_model(str(tiny_llama())), LoadOptions(), print)
     pieces: list[str] = []
 
     def write(piece: str) -> None:

@@ -106,12 +106,12 @@ def test_a_row_is_measured_as_if_it_were_alone_under_longrope(tiny_llama: Callab
     """transformers chooses the frequencies of a batch by its longest row: with two in a batch the short one's score would move."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[evaluate]'")
     from finetune.inference.harness import BenchmarkOptions, make_task_manager, measure
-    from finetune.inference.inference_model import LoadOptions, load_model
+    from finetune.inference.inference_model import LoadOptions, load_inference_model
 
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "rope_theta": 1e4}
     rope |= {"original_max_position_embeddings": 64}
     folder = tiny_llama("phi", model_type="phi3", original_max_position_embeddings=64, rope_parameters=rope)
-    model = load_model(find_model(str(folder)), LoadOptions(), print)
+    model = load_inference_model(find_model(str(folder)), LoadOptions(), print)
     make_task(tmp_path / "tasks", ["word " * count for count in (3, 5, 40, 60)])
     path = tmp_path / "tasks" / "copied.yaml"
     task = yaml.safe_load(path.read_text())

@@ -16,8 +16,9 @@ from finetune.config.reader import read_recipe
 from finetune.data.batches import StepBatch
 from finetune.distributed.world import alone
 from finetune.errors import UserError
-from finetune.rollout import collect
-from finetune.rollout.collect import Rollouts, make_step_batch
+from finetune.rollout import completion_rows
+from finetune.rollout.collect import Rollouts
+from finetune.rollout.completion_rows import RowOptions, make_step_batch
 from finetune.rollout.engine import Ended, Rollout, Sampled
 from finetune.training.objectives.policy import HeldOutRewards
 
@@ -123,7 +124,7 @@ def test_a_long_evaluation_shows_that_it_continues_and_can_be_ended() -> None:
             yield None
 
     found = held_out.prepare(None, micro_batches, two_groups)  # type: ignore[arg-type]
-    assert sorted(found.found) == list(range(EXAMPLES)) and alive == [3]
+    assert sorted(found.results) == list(range(EXAMPLES)) and alive == [3]
     assert [(ids, first) for _, ids, first in asked] == [
         (list(range(i, min(i + 16, EXAMPLES))), i) for i in (0, 16, 32)
     ]
@@ -161,7 +162,7 @@ def test_a_prompt_that_lies_in_a_row_once_is_that_of_all_its_completions(
     ranks: int, rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of prompts of 9, 1 and 14 tokens; the second is nothing to share."""
-    monkeypatch.setattr(collect, "ROWS_OF_RANK", 1)
+    monkeypatch.setattr(completion_rows, "ROWS_OF_RANK", 1)
     drawn = np.random.default_rng(0)
     keys = ["method=grpo", "rewards=[length]", "num_generations=4", "max_completion_length=7", "max_length=21"]
     keys += [f"per_device_train_batch_size={rows}", "mask_truncated_completions=true", "model_name_or_path=a/b"]
@@ -175,9 +176,8 @@ def test_a_prompt_that_lies_in_a_row_once_is_that_of_all_its_completions(
     rollout = Rollout(np.repeat([5, 6, 7], 4), prompts, sampled, rewards[:, None], rewards, 0, 4, 3, 0)
 
     def lay_out(*, shares: bool) -> list[StepBatch]:
-        worlds = [SimpleNamespace(data_parallel=replace(alone(), rank=rank, size=ranks)) for rank in range(ranks)]
-        parts: Any = {"recipe": recipe, "tokenizer": None, "shares_prompts": shares}
-        return [make_step_batch(rollout, SimpleNamespace(world=world, **parts)) for world in worlds]  # type: ignore[arg-type]
+        places = [replace(alone(), rank=rank, size=ranks) for rank in range(ranks)]
+        return [make_step_batch(rollout, RowOptions(recipe, place, 0, shares)) for place in places]
 
     shared, apart = lay_out(shares=True), lay_out(shares=False)
     found, truth = read_completions(shared, rewards), read_completions(apart, rewards)

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune.config.methods import SHIPPED_REWARDS, Rollout
+from finetune.config.methods import SHIPPED_REWARDS, RolloutKeys
 from finetune.errors import UserError
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.shipped_rewards import FUNCTIONS
@@ -135,7 +135,7 @@ COMPLETIONS = ["a", "b", "ccc"]
 def ask(tmp_path: Path, *names: str, **keys: Any) -> Scores:
     (tmp_path / "my_rewards.py").write_text(FILE)
     located = tuple(name if name in FUNCTIONS else f"{tmp_path / 'my_rewards.py'}:{name}" for name in names)
-    rewards = Rewards(Rollout(rewards=located, **keys))
+    rewards = Rewards(RolloutKeys(rewards=located, **keys))
     try:
         ids = [[1] * len(each) for each in COMPLETIONS]
         columns = {"level": [1, 2, 3], "answer": ["a", "x", "ccc"], "completions": ["a column's"] * 3}
@@ -164,7 +164,7 @@ def test_math_verify_compares_numbers_and_formulas(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         "tests.rollout.test_rewards.COMPLETIONS", ["so \\boxed{\\frac{1}{2}}", "b", "$1+x^2$", "no idea"]
     )
-    keys = Rollout(rewards=("math_verify",))
+    keys = RolloutKeys(rewards=("math_verify",))
     rewards = Rewards(keys)
     answers = ["0.5", "#### 3", "$x^2+1$", "none"]
     try:
@@ -236,7 +236,7 @@ def test_rewards_that_were_interrupted_are_not_those_of_the_next_step(seconds: f
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef slow(completions, **_):\n    time.sleep(0.2)\n    return [len(each) for each in completions]\n"
     )
-    rewards = Rewards(Rollout(rewards=(f"{tmp_path / 'slow.py'}:slow",)))
+    rewards = Rewards(RolloutKeys(rewards=(f"{tmp_path / 'slow.py'}:slow",)))
     asked = {"columns": {}, "state": {"global_step": 0}}
 
     def score(text: str) -> list[list[float | None]]:
@@ -261,9 +261,9 @@ def test_rewards_that_were_interrupted_are_not_those_of_the_next_step(seconds: f
 
 SCRIPT = """
 import sys, time
-from finetune.config.methods import Rollout
+from finetune.config.methods import RolloutKeys
 from finetune.rollout.rewards import Rewards
-rewards = Rewards(Rollout(rewards=(sys.argv[1],)))
+rewards = Rewards(RolloutKeys(rewards=(sys.argv[1],)))
 rewards.score(["p"], ["a"], [[1]], {}, {"global_step": 0})
 print("scored", flush=True)
 time.sleep(600)
@@ -273,7 +273,7 @@ time.sleep(600)
 def test_a_process_ends_with_what_asks_it(tmp_path: Path) -> None:
     """A notebook may open many sessions, and closes none of their rewards."""
     (tmp_path / "my_rewards.py").write_text(FILE)
-    rewards = Rewards(Rollout(rewards=(f"{tmp_path / 'my_rewards.py'}:starts",)))
+    rewards = Rewards(RolloutKeys(rewards=(f"{tmp_path / 'my_rewards.py'}:starts",)))
     rewards.score(["p"], ["a"], [[1]], {}, {"global_step": 0})
     del rewards
     gc.collect()
@@ -317,7 +317,7 @@ def test_code_that_python_cannot_interrupt_is_ended(tmp_path: Path, monkeypatch:
     (tmp_path / "deaf.py").write_text(
         "import signal, time\n\ndef deaf(**_):\n    signal.setitimer(signal.ITIMER_REAL, 0)\n    time.sleep(60)\n"
     )
-    rewards = Rewards(Rollout(rewards=(f"{tmp_path / 'deaf.py'}:deaf",), reward_timeout_seconds=0.3))
+    rewards = Rewards(RolloutKeys(rewards=(f"{tmp_path / 'deaf.py'}:deaf",), reward_timeout_seconds=0.3))
     with pytest.raises(UserError, match=r"deaf\.py: no answer in 0\.8 s, in code that Python cannot interrupt"):
         rewards.score(["p"], ["a"], [[1]], {}, {"global_step": 0})
     assert rewards._process is None, "killed, and waited for"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.config.methods import Rollout
+from finetune.config.methods import RolloutKeys
 from finetune.config.reader import read_recipe
 from finetune.data.messages import describe_tool
 from finetune.data.tokenizer import load_tokenizer
@@ -143,7 +143,7 @@ def test_a_tool_is_called_by_the_name_that_the_recipe_gives_it(tmp_path: Path) -
     (tmp_path / "my_tools.py").write_text(FILE + "\n\ntwice = double\n")
     name = f"{tmp_path / 'my_tools.py'}:twice"
     assert describe_tool(name)["function"]["name"] == "twice"
-    tools = Rewards(Rollout(tools=(name,)))
+    tools = Rewards(RolloutKeys(tools=(name,)))
     try:
         assert tools.call_tools([{"name": "twice", "arguments": {"number": 4}}]) == [("8", False)]
     finally:
@@ -190,7 +190,7 @@ def test_a_tool_without_hints_is_refused_with_its_line(tmp_path: Path) -> None:
 def call(tmp_path: Path, *calls: tuple[str, dict[str, Any]], **keys: Any) -> list[tuple[str, bool]]:
     (tmp_path / "my_tools.py").write_text(FILE)
     names = ("double", "later", "fails", "leaves", "hangs", "dies")
-    tools = Rewards(Rollout(tools=tuple(f"{tmp_path / 'my_tools.py'}:{name}" for name in names), **keys))
+    tools = Rewards(RolloutKeys(tools=tuple(f"{tmp_path / 'my_tools.py'}:{name}" for name in names), **keys))
     try:
         return tools.call_tools([{"name": name, "arguments": arguments} for name, arguments in calls])
     finally:
@@ -248,7 +248,7 @@ def test_a_completion_goes_on_after_its_results(tmp_path: Path) -> None:
     )
     requests = [Request((1, 2, i), (7, i)) for i in range(5)]
     one: Any = SimpleNamespace(is_main=True, gather=lambda value, _: [value])
-    process = Rewards(Rollout(tools=(f"{tmp_path / 'my_tools.py'}:double",)))
+    process = Rewards(RolloutKeys(tools=(f"{tmp_path / 'my_tools.py'}:double",)))
     talks = Conversations(tools, process, 480, [{}] * 5, [[] for _ in requests])
     try:
         made = take_turns(requests, fake, talks, 2, RankGroup(one))

@@ -27,7 +27,14 @@ from finetune.errors import UserError
 from finetune.files.network import send
 from finetune.rollout.engine import Request, Sampling
 from finetune.rollout.vllm import VllmEngine
-from finetune.rollout.vllm_answers import CacheReset, Completion, ServedModels, ServerInfo, WeightInfo, read_answer
+from finetune.rollout.vllm_answers import (
+    CacheReset,
+    ServedCompletion,
+    ServedModels,
+    ServerInfo,
+    WeightInfo,
+    read_answer,
+)
 from tests.conftest import make_model
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import StandInVllm, serving
@@ -199,7 +206,7 @@ def test_a_killed_run_asks_for_nothing_twice(place: str, folder: Path, recipe: P
             return launch_ranks(KILLED, [where, str(recipe), str(config), *keys], ranks=1).returncodes[0]
 
         # In the third step, and in the second, before whose checkpoint nothing was saved.
-        assert live({"step": "step,3", "rewards": "rewards,3", "save": "save,1"}[place]) == -signal.SIGKILL
+        assert live({"step": "step,3", "rewards": "rewards,5", "save": "save,1"}[place]) == -signal.SIGKILL
         before, loads = len(server.asked), len(server.loads)
         assert before == (2 if place == "save" else 2 if place == "rewards" else 3) * PROMPTS * GENERATIONS
         assert live("nowhere,1") == 0
@@ -375,7 +382,7 @@ ANSWERS: list[tuple[Any, Any]] = [
     (ServerInfo, {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}),
     (WeightInfo, {"weight_version": "default"}),
     (CacheReset, {"success": True}),
-    (Completion, {"choices": [CHOICE]}),
+    (ServedCompletion, {"choices": [CHOICE]}),
 ]
 ODD = [None, [], {}, "x", "\x1b[2J", -1, 1e400, 10**30, True, 0.5, [[]], {"a": 1}]
 

@@ -16,8 +16,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.pretrained import complete_lora
 from finetune.config.reader import read_recipe
 from finetune.errors import UserError
-from finetune.inference.inference_model import LoadOptions
-from finetune.inference.inference_model import load_model as load_for_chat
+from finetune.inference.inference_model import LoadOptions, load_inference_model
 from finetune.inference.inputs import find_model
 from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_model
@@ -188,7 +187,7 @@ def test_a_rank_of_a_billion_takes_no_memory_in_chat(folder: Path, tmp_path: Pat
     with pytest.raises(
         UserError, match=r"adapter_config.json: r: 1,000,000,000: its weights have factors of rank \d+ at"
     ):
-        load_for_chat(find_model(str(adapter)), LoadOptions(), print)
+        load_inference_model(find_model(str(adapter)), LoadOptions(), print)
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(UserError, match=r"r: 1,000,000,000: more than 65,536, which no adapter has; copy it again"):
-        load_for_chat(find_model(str(adapter)), LoadOptions(), print)
+        load_inference_model(find_model(str(adapter)), LoadOptions(), print)

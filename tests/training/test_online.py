@@ -266,11 +266,11 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 KILLED_QUICKLY = {("once", "sampling"), ("again", "rewards"), ("again-fsdp2", "step")}
 KILLED = Path(__file__).with_name("killed_while_sampling.py")
-DEATHS = {"sampling": 16, "rewards": 3, "step": 2, "save": 2}  # calls, of which the last is in the second step
+DEATHS = {"sampling": 16, "rewards": 7, "step": 2, "save": 2}  # calls, of which the last is in the second step
 # Four steps on the completions of the first two, then two on those of the next: the first rank dies in the third step, between
 # two updates on the same completions, and where the second lot is sampled and rewarded.
 AGAIN = ["num_iterations=2", "steps_per_generation=2", "importance_sampling_correction=token_truncate", "max_steps=6"]
-LATER_DEATHS = {"sampling": 27, "rewards": 4, "step": 3, "save": 3}
+LATER_DEATHS = {"sampling": 27, "rewards": 8, "step": 3, "save": 3}
 LAYOUTS = {"once": (1, "single"), "again": (1, "single"), "again-ddp": (2, "ddp"), "again-fsdp2": (2, "full_shard")}
 
 

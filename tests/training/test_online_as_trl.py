@@ -132,7 +132,7 @@ def test_trl_corrects_other_log_probabilities_of_a_sampler_by_the_same_ratio(mod
     from trl import GRPOConfig, GRPOTrainer
 
     from finetune.config.reader import read_recipe
-    from finetune.training.objectives.policy import Completions, correct_sampling
+    from finetune.training.objectives.policy_losses import Completions, bound_sampling_ratios, compute_sampling_ratios
 
     lines = [line for line in lines_of(runs / "dapo") if line["step"] == 1]
     tokenizer = AutoTokenizer.from_pretrained(runs / "model")
@@ -175,9 +175,12 @@ def test_trl_corrects_other_log_probabilities_of_a_sampler_by_the_same_ratio(mod
     of = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     trained = torch.cat([row[:n] for row, n in zip(found["old_per_token_logps"], lengths, strict=True)])
     log_ratios = (trained - torch.cat([torch.tensor(each) for each in sampled])).double()
-    ours, raw = correct_sampling(log_ratios, Completions(of, torch.ones_like(of, dtype=torch.bool), len(lines)), recipe)
+    ratios = compute_sampling_ratios(
+        log_ratios, Completions(of, torch.ones_like(of, dtype=torch.bool), len(lines)), recipe
+    )
+    ours = bound_sampling_ratios(ratios, recipe)
     theirs = found["importance_sampling_ratio"]
     theirs = theirs.expand(-1, max(lengths)) if theirs.shape[1] == 1 else theirs
     theirs = torch.cat([row[:n] for row, n in zip(theirs, lengths, strict=True)])
     torch.testing.assert_close(ours.float(), theirs, rtol=1e-5, atol=1e-6)
-    assert (ours != raw).any() and (ours == raw).any() == ("token" in mode)
+    assert (ours != ratios).any() and (ours == ratios).any() == ("token" in mode)

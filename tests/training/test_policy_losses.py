@@ -160,7 +160,7 @@ def test_another_models_log_probabilities_pull_at_each_token(method: str) -> Non
     own = ["beta=0.3"] if method == "grpo" else ["teacher_model_name_or_path=a/b"]
     objective, _ = make_objective("dapo", "token", "group", method, *own)
     positions = torch.cat([torch.cat([torch.zeros(1), each]) for each in theirs]).double()
-    objective = replace(objective, other=lambda model, micro_batch: positions)
+    objective = replace(objective, other_model=lambda model, micro_batch: positions)
     advantages = online_papers.advantages(rewards, GENERATIONS, "dapo", "group")
 
     leaves = [each.clone().requires_grad_() for each in old]
@@ -197,6 +197,17 @@ def test_the_bounds_bite_in_these_cases() -> None:
     metrics = objective.measure(Given(positions), micro_batch, {}, StepBatch(0, 0.0, (), 9, 26, groups=6)).metrics
     clipped, of = metrics["clip_ratio"].tolist()
     assert (clipped, of) == (sum(LENGTHS[::2]), sum(LENGTHS))
+
+
+def test_as_many_positions_as_completions_are_still_positions() -> None:
+    """RLOO has a ratio for each completion. Two of three, cut off, are not trained on; the third has three positions."""
+    objective, _ = make_objective("rloo", "token", "group")
+    micro_batch = make_micro_batch([2], torch.zeros(2, dtype=torch.float64), torch.ones(3, dtype=torch.float64))
+    columns = {name: values[:1].expand(3, *values.shape[1:]) for name, values in (micro_batch.rollout or {}).items()}
+    micro_batch = replace(micro_batch, example_ids=(0, 1, 2), rollout=columns | {"sampled": torch.zeros(3)})
+    model = Given(torch.full((3,), 0.5, dtype=torch.float64))
+    metrics = objective.measure(model, micro_batch, {}, StepBatch(0, 0.0, (), 9, 2, groups=3)).metrics
+    assert metrics["clip_ratio"].tolist() == [1, 3]
 
 
 def test_a_completion_without_a_reward_moves_nothing() -> None:

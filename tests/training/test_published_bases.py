@@ -17,8 +17,7 @@ from finetune.distributed.join import join, leave
 from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.files.tensors import read, read_folder, read_slice
-from finetune.inference.inference_model import LoadOptions
-from finetune.inference.inference_model import load_model as load_for_chat
+from finetune.inference.inference_model import LoadOptions, load_inference_model
 from finetune.inference.inputs import find_model
 from finetune.models.load import load_model
 from finetune.models.quantized_weights import dequantize_published
@@ -199,7 +198,9 @@ def test_a_published_folder_is_exported_as_plain_weights(
 def test_a_chat_answers_from_the_dequantized_base(runs: tuple[Callable[..., Path], dict[str, Path]]) -> None:
     """Under the adapter, with which it is the merged export."""
     run = runs[0]("deepseek_v3", "shard_grad_op", 2)
-    models = [load_for_chat(find_model(str(run / part)), LoadOptions(), print).model for part in ("adapter", "export")]
+    models = [
+        load_inference_model(find_model(str(run / part)), LoadOptions(), print).model for part in ("adapter", "export")
+    ]
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         adapted, merged = (model(ids).logits.float() for model in models)

@@ -69,7 +69,7 @@ def test_signals_are_agreed_on_by_all_ranks(tmp_path: Path, tiny_recipe: Callabl
         f"stopped by a signal after step {last} of {FOR_EVER}, which is saved; the same command resumes from there"
         in ended.outputs[0]
     )
-    assert manifest.find_problems(newest) == []
+    assert manifest.find_damage(newest) == []
     with running(recipe, last + 1) as again:
         assert f"resumed at step {last}" in again.output(0)
 
@@ -112,7 +112,7 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, tiny_recip
     assert len(ranks) == 2
     assert psutil.wait_procs(ranks, timeout=30)[1] == [], "no rank trains on alone"
     [(_, saved)] = folders.list_checkpoints(tmp_path / "run")
-    assert manifest.find_problems(saved) == []
+    assert manifest.find_damage(saved) == []
     said = (tmp_path / "output").read_text()
     assert "the launcher has ended: saving, then stopping" in said
     assert "which is saved; the same command resumes from there" in said

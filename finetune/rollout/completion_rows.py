@@ -1,0 +1,230 @@
+"""Completions as the rows of a step: laid out behind their prompts, packed, dealt to ranks, with what the loss reads.
+
+A group's completions may continue one prompt that lies in the row once. Then the prompt is a document, and so is each
+completion from the prompt's last token on, which predicts its first.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from finetune.config.schema import Recipe
+from finetune.constants import IGNORE_INDEX
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.examples import Example
+from finetune.data.packing import BatchConfig, arrange_epoch, deal_rows, make_filler, pack_documents, pad_documents
+from finetune.distributed.world import DataParallelRank
+from finetune.rollout.engine import Ended, Rollout, find_advantages
+
+ROWS_OF_RANK = 4  # at least, of which each rank gets as many: longer ones would leave some ranks with much less
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Tokens that lie together in a row: a prompt with its completion, or one of the two where a prompt is shared."""
+
+    tokens: Example
+    first: int  # the position of its first token; above 0, it continues the prompt before it
+    completion: int | None  # place in the rollout; None: a prompt alone
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens.input_ids)
+
+
+Piece = list[Document]
+"""A completion, or several behind the prompt that they share, which no row takes apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """How completions become the rows of a rank."""
+
+    recipe: Recipe
+    rank: DataParallelRank
+    pad_token_id: int
+    shares_prompts: bool  # whether a prompt lies in a row once for several completions
+
+
+def make_step_batch(rollout: Rollout, options: RowOptions) -> StepBatch:
+    """This rank's share of the completions, with what the loss and the metrics read of them."""
+    batch = lay_out(rollout, options)
+    columns = _describe(rollout, options.recipe)
+    micro_batches = tuple(_attach(micro_batch, rollout, columns) for micro_batch in batch.micro_batches)
+    return replace(batch, micro_batches=micro_batches)
+
+
+def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
+    """This rank's share of the completions as tokens alone; `example_ids` are places in the rollout."""
+    recipe, rank = options.recipe, options.rank
+    rows_together = _count_rows_together(rollout, options)
+    row_tokens = rows_together * recipe.data.max_length
+    groups = _cut_groups(rollout, row_tokens if options.shares_prompts else 0)
+    pieces = [_make_piece(places, rollout, recipe.rollout.mask_truncated_completions) for places in groups]
+    lengths = np.array([sum(document.length for document in piece) for piece in pieces], np.int32)
+    config = BatchConfig(
+        seed=recipe.run.seed, packing=recipe.data.packing, max_length=row_tokens, global_batch_size=len(pieces)
+    )
+    rows = arrange_epoch(lengths, config, 1, 0)
+    size = recipe.batch.per_device_train_batch_size // rows_together
+    dealt = deal_rows([rows[row] for row in range(len(rows))], rank.rank, rank.size, size)
+    documents = [document for piece in pieces for document in piece]
+    trained_tokens = sum(int((document.tokens.labels != IGNORE_INDEX).sum()) for document in documents)
+    return StepBatch(
+        step=0,
+        epoch=0.0,
+        micro_batches=tuple(_make_micro_batch([pieces[i] for i in ids], options) for ids in dealt),
+        tokens=int(lengths.sum()),
+        trained_tokens=trained_tokens,
+        chosen_tokens=trained_tokens,
+        squared_tokens=sum((each.first + each.length) ** 2 - each.first**2 for each in documents),
+        groups=len(rollout.sampled),
+    )
+
+
+def _count_rows_together(rollout: Rollout, options: RowOptions) -> int:
+    """How many rows of a micro-batch are packed as one, which holds more of a group, so that each rank has some."""
+    if not options.shares_prompts:
+        return 1
+    recipe = options.recipe
+    tokens = sum(len(completion.token_ids) for completion in rollout.sampled)
+    size = recipe.batch.per_device_train_batch_size
+    most = tokens // (ROWS_OF_RANK * options.rank.size * recipe.data.max_length)
+    return max(rows for rows in range(1, size + 1) if rows == 1 or (rows <= most and size % rows == 0))
+
+
+def _cut_groups(rollout: Rollout, most: int) -> Iterator[list[int]]:
+    """The completions of each group by places, those together that fit into `most` tokens with their prompt once."""
+    for group in range(0, len(rollout.sampled), rollout.generations):
+        prompt = len(rollout.prompts[group])
+        together: list[int] = []
+        tokens = 0
+        for place in range(group, group + rollout.generations):
+            own = 1 + len(rollout.sampled[place].token_ids)  # with the prompt's last token, which predicts the first
+            if together and (prompt == 1 or tokens + own > most):
+                yield together
+                together = []
+            if not together:
+                tokens = prompt - 1
+            tokens += own
+            together.append(place)
+        yield together
+
+
+def _make_piece(places: Sequence[int], rollout: Rollout, masks_truncated: bool) -> Piece:
+    """The documents of completions at `places` with one prompt, which is a document of its own if they share it."""
+    *prompt, last = rollout.prompts[places[0]]
+    prompt_labels = [IGNORE_INDEX] * len(prompt)
+    is_shared = len(places) > 1
+    piece = [_make_document(prompt, prompt_labels, 0, None)] if is_shared else []
+    for place in places:
+        completion = rollout.sampled[place]
+        is_learned = not (masks_truncated and completion.ended is Ended.CUT)
+        ids = [last, *completion.token_ids]
+        labels = [*completion.labels(is_learned=is_learned), IGNORE_INDEX]
+        if is_shared:
+            piece.append(_make_document(ids, labels, len(prompt), place))
+        else:
+            piece.append(_make_document(prompt + ids, prompt_labels + labels, 0, place))
+    return piece
+
+
+def _make_document(ids: list[int], labels: list[int], first: int, completion: int | None) -> Document:
+    return Document(Example(np.array(ids, np.int32), np.array(labels, np.int32)), first, completion)
+
+
+def _make_micro_batch(pieces: Sequence[Piece], options: RowOptions) -> MicroBatch:
+    """The micro-batch of `pieces`, with completions as its examples; a filler of none."""
+    documents = [document for piece in pieces for document in piece]
+    tokens = [document.tokens for document in documents]
+    packing = options.recipe.data.packing
+    if not documents:
+        return make_filler(packing).with_documents()
+    micro_batch = pack_documents(tokens) if packing else pad_documents(tokens, options.pad_token_id)
+    completions = tuple(document.completion for document in documents if document.completion is not None)
+    micro_batch = replace(micro_batch, example_ids=completions).with_documents()
+    return micro_batch if len(completions) == len(documents) else _continue_prompts(micro_batch, documents)
+
+
+def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) -> MicroBatch:
+    """A packed micro-batch of `documents` in which completions continue the prompt before them."""
+    assert micro_batch.packed_lengths is not None and micro_batch.trained_documents is not None
+    padding = len(micro_batch.packed_lengths) - len(documents)  # a document of its own, or none
+    firsts = np.array([document.first for document in documents] + [0] * padding)
+    positions = micro_batch.position_ids + torch.from_numpy(np.repeat(firsts, micro_batch.packed_lengths))
+    continued: list[int | None] = []
+    prompt = 0
+    for place, first in enumerate(firsts.tolist()):
+        prompt = prompt if first else place
+        continued.append(prompt if first else None)
+    is_completion = np.array([document.completion is not None for document in documents])
+    place_of_document = torch.from_numpy(np.maximum(is_completion.cumsum() - 1, 0))  # among the completions
+    return replace(
+        micro_batch,
+        position_ids=positions,
+        continued=tuple(continued),
+        document_lengths=tuple(document.length for document in documents if document.completion is not None),
+        trained_documents=place_of_document[micro_batch.trained_documents],
+    )
+
+
+def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
+    """[completions] or [completions, functions]: what the loss and the metrics read of each completion."""
+    count = len(rollout.sampled)
+    columns = {
+        "advantages": find_advantages(rollout, recipe),
+        "rewards": rollout.rewards,
+        "scores": rollout.scores,
+        "deviations": np.repeat(rollout.deviations(), rollout.generations),
+        "flat": [rollout.flat_groups / rollout.sampled_groups] * count,
+        "groups": [rollout.sampled_groups] * count,
+        "tokens": [len(each.log_probabilities) for each in rollout.sampled],
+        "calls": [each.calls for each in rollout.sampled],
+        "failed_calls": [each.failed_calls for each in rollout.sampled],
+        "entropies": [each.entropy for each in rollout.sampled],
+        "is_cut": [each.ended is Ended.CUT for each in rollout.sampled],
+        "failed": [rollout.failures / (rollout.sampled_groups * rollout.generations)] * count,
+    }
+    return {name: np.asarray(values, np.float32) for name, values in columns.items()}
+
+
+def _attach(micro_batch: MicroBatch, rollout: Rollout, columns: Mapping[str, NDArray[np.float32]]) -> MicroBatch:
+    """A micro-batch of `lay_out` with its `rollout`, and prompts as its examples.
+
+    `rollout` has fp32[positions] "sampled", each token's log-probability under the sampler, and "old", that in
+    training, where it is known; and `columns` of its completions.
+    """
+    places = list(micro_batch.example_ids)
+    tensors = {"sampled": _spread(micro_batch, [each.log_probabilities for each in rollout.sampled])}
+    if rollout.old:
+        tensors["old"] = _spread(micro_batch, rollout.old)
+    tensors |= {name: torch.from_numpy(values[places]) for name, values in columns.items()}
+    return replace(micro_batch, rollout=tensors, example_ids=tuple(rollout.example_ids[places].tolist()))
+
+
+def _spread(micro_batch: MicroBatch, by_completion: Sequence[Sequence[float]]) -> Tensor:
+    """fp32[positions]: values of each completion's trained tokens where they stand in a micro-batch of `lay_out`."""
+    has_label, counts = _count_labels(micro_batch)
+    values: list[float] = []
+    for place, count in zip(micro_batch.example_ids, counts, strict=True):
+        values += by_completion[place][:count]  # none of a completion that is not learned from
+    return torch.zeros(len(has_label)).masked_scatter(has_label, torch.tensor(values))
+
+
+def collect_by_completion(micro_batch: MicroBatch, values: Tensor) -> dict[int, list[float]]:
+    """Place in the rollout -> its trained tokens' `values` [positions] of a micro-batch of `lay_out`."""
+    has_label, counts = _count_labels(micro_batch)
+    by_completion = torch.split(values[has_label], counts)
+    return {place: own.tolist() for place, own in zip(micro_batch.example_ids, by_completion, strict=True)}
+
+
+def _count_labels(micro_batch: MicroBatch) -> tuple[Tensor, list[int]]:
+    """(bool[positions], which trained positions have a label; how many of each completion have one)."""
+    assert micro_batch.trained_documents is not None
+    has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
+    counts = torch.bincount(micro_batch.trained_documents[has_label], minlength=len(micro_batch.example_ids))
+    return has_label, counts.tolist()

@@ -1,0 +1,182 @@
+"""The losses of sampled completions, a function a stage: ratios, the bounded loss, corrections, divergence, the sum.
+
+A stage's values belong to tokens or to sequences: `Level` says to which, and with it their shape.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from finetune.config.methods import POLICY_LOSSES, PolicyLoss
+from finetune.config.schema import Recipe
+from finetune.data.batches import MicroBatch
+from finetune.training.objectives.preference import mean
+
+
+class Level(Enum):
+    """What has a loss of its own."""
+
+    TOKEN = "token"  # losses, ratios and advantages are [positions]
+    SEQUENCE = "sequence"  # they are [completions]
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """Which completion of a micro-batch each trained position belongs to."""
+
+    of_position: Tensor  # int64[positions]: a place in `MicroBatch.example_ids`; 0 for positions without a label
+    is_trained: Tensor  # bool[positions]; False for those without a label
+    count: int
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums each completion's trained tokens: [positions] -> [completions]."""
+        zeros = torch.zeros(self.count, dtype=values.dtype, device=values.device)
+        return zeros.index_add(0, self.of_position, torch.where(self.is_trained, values, 0.0))
+
+    def average(self, values: Tensor) -> Tensor:
+        """Averages over each completion's trained tokens: [positions] -> [completions]; 0 where it has none."""
+        tokens = self.sum(torch.ones_like(self.of_position, dtype=torch.float64))
+        return (self.sum(values) / tokens.clamp(min=1)).to(values.dtype)
+
+    def repeat(self, values: Tensor) -> Tensor:
+        """Gives each position its completion's value: [completions] -> [positions]."""
+        return values[self.of_position]
+
+    def make_mean(self, values: Tensor, level: Level) -> Tensor:
+        """A metric that is the mean of `values`: their sum and their number. Positions without a label do not count."""
+        return mean(values, self.is_trained if level is Level.TOKEN else None)
+
+
+def find_completions(micro_batch: MicroBatch) -> Completions:
+    """The completions of a micro-batch."""
+    assert micro_batch.trained_documents is not None, "completions say which positions are theirs"
+    is_trained = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
+    return Completions(micro_batch.trained_documents, is_trained, len(micro_batch.example_ids))
+
+
+def policy_loss(recipe: Recipe) -> PolicyLoss:
+    """The row of the recipe's `loss_type`."""
+    return POLICY_LOSSES[recipe.method.loss_type]
+
+
+def loss_level(recipe: Recipe) -> Level:
+    """Sequences where one ratio stands for all tokens of a completion (RLOO); tokens in every other loss."""
+    return Level.SEQUENCE if policy_loss(recipe).average == "sums" else Level.TOKEN
+
+
+def compute_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
+    """Computes the probability ratios of the model in training to the sampled model.
+
+    Args:
+        log_ratios: [positions], of single tokens.
+        completions: Of the positions.
+        recipe: With its loss and `importance_sampling_level`.
+
+    Returns:
+        At `loss_level`: of each sequence, the product of its tokens' ratios (RLOO); of each token, its own (GRPO), or
+        the geometric mean of its sequence's (GSPO: Zheng et al. 2025, arXiv:2507.18071, eq. 7).
+    """
+    if loss_level(recipe) is Level.SEQUENCE:
+        return completions.sum(log_ratios).exp()
+    if recipe.rollout.importance_sampling_level == "sequence":
+        return completions.repeat(completions.average(log_ratios)).exp()
+    return log_ratios.exp()
+
+
+def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
+    """The lowest and the highest ratio that the recipe's loss follows: 1 - epsilon and 1 + epsilon_high (DAPO)."""
+    keys = recipe.rollout
+    high = keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
+    if policy_loss(recipe).bound == "weight":
+        return 0.0, high
+    return 1 - keys.epsilon, 1 + high
+
+
+def is_outside(ratios: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """Whether each ratio is outside `bounds`, whatever its advantage."""
+    low, high = bounds
+    return (ratios < low) | (ratios > high)
+
+
+def compute_losses(ratios: Tensor, advantages: Tensor, log_probabilities: Tensor, recipe: Recipe) -> Tensor:
+    """Computes the bounded losses: PPO's clipped surrogate, or the log-probability under a bounded weight (CISPO).
+
+    Args:
+        ratios: At `loss_level`.
+        advantages: At `loss_level`.
+        log_probabilities: [positions], of the model in training.
+        recipe: With its loss (`POLICY_LOSSES` names the papers) and bounds.
+
+    Returns:
+        At `loss_level`.
+    """
+    low, high = ratio_bounds(recipe)
+    if policy_loss(recipe).bound == "weight":
+        return -ratios.detach().clamp(max=high) * advantages * log_probabilities
+    return -torch.minimum(ratios * advantages, ratios.clamp(low, high) * advantages)
+
+
+def find_clipped(ratios: Tensor, advantages: Tensor, recipe: Recipe) -> Tensor:
+    """Whether the bounds take each loss its gradient; bool, at `loss_level` like `ratios` and `advantages`.
+
+    The surrogate keeps it where the ratio went against the advantage: bad tokens that grew, good ones that shrank.
+    """
+    is_clipped = is_outside(ratios, ratio_bounds(recipe))
+    if policy_loss(recipe).bound == "weight":
+        return is_clipped
+    return is_clipped & ((ratios - 1) * advantages > 0)
+
+
+def compute_sampling_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
+    """Computes by how much training and sampling differ: the ratios of their probabilities under the same weights.
+
+    Args:
+        log_ratios: [positions], of single tokens.
+        completions: Of the positions.
+        recipe: `importance_sampling_correction` says whether a ratio is a token's or a whole sequence's.
+
+    Returns:
+        At `loss_level`; a sequence's ratio is repeated for its tokens where they have losses of their own.
+    """
+    if recipe.rollout.importance_sampling_correction.startswith("token"):
+        return log_ratios.exp()
+    of_sequences = completions.sum(log_ratios)
+    if loss_level(recipe) is Level.TOKEN:
+        return completions.repeat(of_sequences).exp()
+    return of_sequences.exp()
+
+
+def bound_sampling_ratios(ratios: Tensor, recipe: Recipe) -> Tensor:
+    """The weights of the losses: `ratios` that are truncated to their bounds, or set to 0 outside of them.
+
+    Truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Masked: Liu et
+    al. 2025, "When Speed Kills Stability".
+    """
+    keys = recipe.rollout
+    low = keys.importance_sampling_clip_min or 0.0
+    high = keys.importance_sampling_clip_max
+    if keys.importance_sampling_correction.endswith("truncate"):
+        return ratios.clamp(low, high)
+    return torch.where(is_outside(ratios, (low, high)), 0.0, ratios)
+
+
+def estimate_kl(log_probabilities: Tensor, reference: Tensor) -> Tensor:
+    """Estimates the KL divergence from the reference, token by token: unbiased, never negative, with a gradient.
+
+    Source: k3 of Schulman 2020, "Approximating KL divergence". Arguments and result are [positions].
+    """
+    return (reference - log_probabilities).exp() - (reference - log_probabilities) - 1
+
+
+def sum_losses(losses: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
+    """Sums the losses of a micro-batch, 0-dim. GRPO sums the means of its sequences.
+
+    The step divides the sum by what `PolicyObjective.count` returns.
+    """
+    if loss_level(recipe) is Level.SEQUENCE:
+        return losses.sum()
+    if policy_loss(recipe).average == "sequences":
+        return completions.average(losses).sum()
+    return torch.where(completions.is_trained, losses, 0.0).sum()
