@@ -94,7 +94,8 @@ def measure(root: Path, megabytes: int, rounds: int) -> dict[str, Any]:
 
 def build(parameters: int, world: World) -> tuple[Any, Any]:
     """A Llama of about so many parameters in the world's layout."""
-    width, vocabulary = 512, 8192
+    width = 512
+    vocabulary = 8192
     layers = max(1, round((parameters - 2 * width * vocabulary) / (12 * width * width)))
     config = LlamaConfig(
         vocab_size=vocabulary,

@@ -68,13 +68,15 @@ def main(folder: Path, started: dict[str, bool]) -> str:
         count.files += 1
         try:
             found = convert_file(path)
-            missing, differences_here = found.missing_capabilities, found.differences
+            missing = found.missing_capabilities
+            differences_here = found.differences
             wrong = [p for p in read_back(found.recipe) if not p.endswith(MISSING_FILE)]
             if wrong:  # our own reader refuses what was written: the file is counted here alone
                 count.unread.append(f"{path.name}: {'; '.join(wrong)}")
                 continue
         except Refusal as refusal:
-            missing, differences_here = [refusal.cause], []
+            missing = [refusal.cause]
+            differences_here = []
             if not refusal.is_training:
                 count.not_training += 1
                 other[refusal.cause] += 1

@@ -37,13 +37,17 @@ class Turns:
         if not line.strip():
             os._exit(0)  # nothing of the training is to be kept
         self._left = int(line)
-        self._mark, self._cpu_mark = time.perf_counter(), time.process_time()
+        self._mark = time.perf_counter()
+        self._cpu_mark = time.process_time()
 
     def done(self, tokens: int) -> None:
         """A step of `tokens` tokens is done."""
-        now, cpu_now = time.perf_counter(), time.process_time()
+        now = time.perf_counter()
+        cpu_now = time.process_time()
         self._steps.append((now - self._mark, cpu_now - self._cpu_mark, tokens))
-        self._mark, self._cpu_mark, self._left = now, cpu_now, self._left - 1
+        self._mark = now
+        self._cpu_mark = cpu_now
+        self._left = self._left - 1
         if self._left == 0:
             self.wait()
 

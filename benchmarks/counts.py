@@ -33,7 +33,8 @@ from finetune.distributed.model_parts import local_part  # noqa: E402
 from finetune.rollout.embedded import _Wave  # noqa: E402
 from finetune.rollout.engine import Request, Sampling  # noqa: E402
 
-LAYERS, TOKENS = 2, 256
+LAYERS = 2
+TOKENS = 256
 DENSE = {
     "model_type": "llama",
     "vocab_size": 512,

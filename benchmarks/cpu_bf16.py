@@ -89,7 +89,8 @@ def compare(calls: Mapping[str, Callable[[], Any]], rounds: int) -> str:
             call()
             if index:
                 seconds[name].append(time.process_time() - began)
-    fp32, bf16 = seconds["float32"], seconds["bfloat16"]
+    fp32 = seconds["float32"]
+    bf16 = seconds["bfloat16"]
     ratio = statistics.median(b / f for b, f in zip(bf16, fp32, strict=True))
     return f"{1e3 * statistics.median(fp32):,.1f} | {1e3 * statistics.median(bf16):,.1f} | {ratio:.2f}"
 

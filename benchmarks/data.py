@@ -82,7 +82,8 @@ Seconds = tuple[float, float]  # on the clock, and of the processor (children in
 def timed() -> Iterator[list[float]]:
     """Puts the seconds that its block took into the list that it gives."""
     seconds: list[float] = []
-    before, started = sum(os.times()[:4]), time.perf_counter()
+    before = sum(os.times()[:4])
+    started = time.perf_counter()
     yield seconds
     seconds += [time.perf_counter() - started, sum(os.times()[:4]) - before]
 

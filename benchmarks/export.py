@@ -71,7 +71,8 @@ def main() -> None:
 def compare(folder: Path, layers: int, rounds: int) -> dict[str, list[Measured]]:
     """Every kind of process, `rounds` times each, in turns."""
     run([sys.executable, __file__, "--make", str(folder / "state"), "--layers", str(layers)])
-    state, out = folder / "state", folder / "out"
+    state = folder / "state"
+    out = folder / "out"
     finetune = [sys.executable, "-m", "finetune", "export", str(state), "--dtype", "bfloat16", "--output", str(out)]
     merge = f"{MERGE_IMPORTS}; merge_fsdp_weights('{state}/pytorch_model_fsdp_0', '{out}')"
     commands = {
@@ -112,7 +113,8 @@ def run(command: list[str]) -> Measured:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     started = time.monotonic()
     process = subprocess.Popen(command, env=environment, cwd=ROOT)
-    peak_memory_bytes, ended = 0, threading.Event()
+    peak_memory_bytes = 0
+    ended = threading.Event()
 
     def watch() -> None:
         nonlocal peak_memory_bytes

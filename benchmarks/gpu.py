@@ -112,7 +112,8 @@ def rows_of(numbers: list[int], contestants: list[str]) -> Iterator[tuple[str, i
     yield "device", 0
     for who in contestants:
         for number in numbers:
-            case, before = CASES[number], CASES[number - 1]
+            case = CASES[number]
+            before = CASES[number - 1]
             if who == OURS or case.torch_compile or number == 0 or before.model != case.model:
                 yield who, number  # else the same to others as the case before it
 

@@ -86,7 +86,8 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, Any]:
     from finetune.models import load
     from finetune.optim.optimizers import build_optimizer
 
-    config_file, recipe_file = workspace / "accelerate.yaml", workspace / "recipe.yaml"
+    config_file = workspace / "accelerate.yaml"
+    recipe_file = workspace / "recipe.yaml"
     layout = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}
     layout["mixed_precision"] = "fp8" if case.fp8 else "bf16"
     fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": case.checkpointed}

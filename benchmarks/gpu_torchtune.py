@@ -147,7 +147,8 @@ def packed_rows(_tokenizer: Tokenizer, packed: bool, **_: Any) -> list[dict[str,
 
     made = []
     for row in rows(_running["case"], _running["options"]):
-        ids, lengths = torch.tensor([i for each in row for i in each]), torch.tensor([len(each) for each in row])
+        ids = torch.tensor([i for each in row for i in each])
+        lengths = torch.tensor([len(each) for each in row])
         positions = torch.cat([torch.arange(len(each)) for each in row])
         labels = ids.masked_fill(positions == 0, -100)
         made.append({"tokens": ids, "labels": labels, "input_pos": positions, "seq_lens": lengths})

@@ -107,7 +107,9 @@ def _quantized_model(config: Any, device: Any) -> Any:
     with torch.device(device):
         rest = AutoModelForCausalLM.from_config(_without_layers(config), dtype=torch.bfloat16)
     fill(rest)
-    model.model.embed_tokens, model.lm_head, model.model.norm = rest.model.embed_tokens, rest.lm_head, rest.model.norm
+    model.model.embed_tokens = rest.model.embed_tokens
+    model.lm_head = rest.lm_head
+    model.model.norm = rest.model.norm
     model.model.rotary_emb = rest.model.rotary_emb
     for module in model.model.layers.modules():
         if type(module).__name__.endswith("Norm"):

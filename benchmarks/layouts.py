@@ -59,7 +59,8 @@ MIXTURE = MODEL | {  # of the layouts whose name says so
     "num_experts_per_tok": 2,
     "head_dim": 16,
 }
-LENGTH, WARM_STEPS = 256, 1  # tokens in a row; steps not timed
+LENGTH = 256  # tokens in a row
+WARM_STEPS = 1  # steps not timed
 
 LAYOUTS: dict[str, Sharding] = {
     "single": Sharding(layout="single"),

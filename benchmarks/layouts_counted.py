@@ -73,7 +73,8 @@ def planned_communication(
         ranks_per_node=world.local_size,
         device="cpu" if world.device.type == "cpu" else "cuda",
     )
-    calls, moved = Counter[str](), Counter[str]()
+    calls = Counter[str]()
+    moved = Counter[str]()
     for each in count_communication(spec):
         calls[each.kind] += each.calls
         moved[each.kind] += each.bytes

@@ -72,7 +72,8 @@ def make_checkpoint(folder: Path, parameters: int) -> int:
 
     from finetune.models.load import build_on_meta
 
-    vocabulary, layers = (32000 if parameters > 10**8 else 1024), 16
+    vocabulary = 32000 if parameters > 10**8 else 1024
+    layers = 16
     per_square = (
         12.25 * layers
     )  # parameters for each hidden^2: attention 4, feed-forward 3 x 2.75; embedding and head beside
@@ -100,7 +101,8 @@ def make_checkpoint(folder: Path, parameters: int) -> int:
         name = f"model-{files:05d}.safetensors"
         save_file(batch, folder / name, {"format": "pt"})
         weight_map.update(dict.fromkeys(batch, name))
-        files, batch = files + 1, {}
+        files = files + 1
+        batch = {}
 
     for name, parameter in model.named_parameters():
         batch[name] = torch.randn(parameter.shape, dtype=torch.bfloat16) * 0.02
@@ -136,7 +138,9 @@ def sampled() -> Iterator[dict[str, int]]:
     """Watches this process's private memory from a thread; fills in `peak` and `settled`, in bytes over the
     beginning."""
     found: dict[str, int] = {}
-    baseline, highest, done = private_bytes(), [0], threading.Event()
+    baseline = private_bytes()
+    highest = [0]
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(SAMPLED_EVERY_SECONDS):

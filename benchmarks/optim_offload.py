@@ -37,8 +37,10 @@ from finetune.optim.optimizers import build_optimizer  # noqa: E402
 from finetune.plan.table import align_columns  # noqa: E402
 from finetune.units import MIB  # noqa: E402
 
-VOCABULARY, TOKENS = 2048, 64
-DD_BLOCK, DD_BYTES = 8 << 20, 1 << 30
+VOCABULARY = 2048
+TOKENS = 64
+DD_BLOCK = 8 << 20
+DD_BYTES = 1 << 30
 
 
 def main() -> None:
@@ -72,7 +74,8 @@ def measure_dd(folder: Path) -> dict[str, float]:
     """dd's direct writes and reads of DD_BYTES, in bytes per second; the best of three, in turns."""
     seconds: dict[str, list[float]] = {"write": [], "read": []}
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        file, count = f"{name}/dd", f"count={DD_BYTES // DD_BLOCK}"
+        file = f"{name}/dd"
+        count = f"count={DD_BYTES // DD_BLOCK}"
         for _ in range(3):
             for kind, arguments in {
                 "write": ["if=/dev/zero", f"of={file}", "oflag=direct", "conv=notrunc"],
@@ -155,7 +158,8 @@ def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def show(results: dict[str, Any]) -> str:
     """The results as two tables."""
-    read, write = results["dd"]["read"], results["dd"]["write"]
+    read = results["dd"]["read"]
+    write = results["dd"]["write"]
     lines = [f"dd, direct, {DD_BLOCK >> 20} MiB requests: read {read / 1e6:,.0f} MB/s, written {write / 1e6:,.0f} MB/s"]
     lines.append(f"as many bytes read as written, one after the other: {2 / (1 / read + 1 / write) / 1e6:,.0f} MB/s\n")
     rates = [["parameters", "file MB", "windows", "pass alone MB/s", "with the update MB/s", "update s", "in memory s"]]
@@ -163,8 +167,10 @@ def show(results: dict[str, Any]) -> str:
         ["MiB", "parameters", "gradients", "state", "peak", "peak - parameters - gradients", "in memory: state", "peak"]
     ]
     for model in results["models"]:
-        files, memory = model["files"], model["memory"]
-        numel, moved = f"{files['parameters'] / 2e6:,.0f}M", 2 * files["file"] / 1e6
+        files = model["files"]
+        memory = model["memory"]
+        numel = f"{files['parameters'] / 2e6:,.0f}M"
+        moved = 2 * files["file"] / 1e6
         rates.append(
             [numel, f"{files['file'] / 1e6:,.0f}", str(files["windows"]), f"{moved / files['pass_seconds']:,.0f}",
              f"{moved / files['update_seconds']:,.0f}", f"{files['update_seconds']:.2f}", f"{memory['update_seconds']:.2f}"]  # noqa: E501

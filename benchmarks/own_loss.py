@@ -37,7 +37,8 @@ CONTESTANTS = {
     "function": "the same loss as a function",
     "logits": "the same loss from whole logits",
 }
-BETA, LEARNING_RATE = 0.1, 1e-6
+BETA = 0.1
+LEARNING_RATE = 1e-6
 
 
 def main() -> None:
@@ -65,7 +66,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, finetune.Session(make_recipe(options, Path(folder))) as session:
         batch = next(session.batches())
         step = {"method": by_method, "function": by_function, "logits": by_logits}[options.only](session, batch)
-        losses, seconds = [step()], []
+        losses = [step()]
+        seconds = []
         session.optim_step(learning_rate=LEARNING_RATE)  # makes the optimizer's state
         before = reset_peak(session.world.device)
         for _ in range(options.steps):

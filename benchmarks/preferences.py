@@ -34,11 +34,10 @@ MODEL = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
-MAX_LENGTH, BETA = 768, 0.1  # tokens of a side, at most
-PAIRS, ROWS = (
-    4,
-    2,
-)  # in a step: TRL's pairs; our packed rows of two times MAX_LENGTH tokens, which hold about as many tokens
+MAX_LENGTH = 768  # tokens of a side, at most
+BETA = 0.1
+PAIRS = 4  # in a step: TRL's pairs
+ROWS = 2  # our packed rows of two times MAX_LENGTH tokens, which hold about as many tokens
 LORA = "use_peft=true lora_r=16 lora_alpha=32"
 CONTESTANTS = (
     Contestant("finetune, LoRA", ("ours", "--keys", LORA)),
@@ -99,7 +98,8 @@ def table(running: Sequence[Running], precision: str) -> list[str]:
     for title, each in found.items():
         low, _, high = quantiles(each.tokens_per_second, n=4)
         theirs = found.get("TRL DPOTrainer, " + title.partition(", ")[2])
-        speed, memory = median(each.tokens_per_second), each.peak_memory_bytes
+        speed = median(each.tokens_per_second)
+        memory = each.peak_memory_bytes
         cells: list[Any] = [precision, title, f"{speed:,.0f}", f"{low:,.0f} to {high:,.0f}"]
         cells.append(f"{speed / median(theirs.tokens_per_second):.2f}" if theirs else "")
         cells += [f"{memory / 2**20:,.0f} MiB", f"{memory / theirs.peak_memory_bytes:.2f}" if theirs else ""]

@@ -32,7 +32,8 @@ BASES = {
     "nf4": Quantization(load_in_4bit=True),
     "nf4, double-quantized": Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True),
 }
-TOKENS, STEPS = 512, 3
+TOKENS = 512
+STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def measure(base: str, folder: Path) -> Measured:
     from finetune.optim.optimizers import build_optimizer
 
     sharding = Sharding(layout="fsdp2", use_cpu=True, mixed_precision="bf16", activation_checkpointing=True)
-    world, lora, begun = join(sharding), Lora(use_peft=True), time.perf_counter()
+    world = join(sharding)
+    lora = Lora(use_peft=True)
+    begun = time.perf_counter()
     with sampled() as loading:
         model, _ = load_model(Model(model_name_or_path=str(folder)), lora, 0, world, BASES[base])
     load_seconds = time.perf_counter() - begun

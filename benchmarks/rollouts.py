@@ -27,7 +27,9 @@ from finetune import Session, load_recipe  # noqa: E402
 from finetune.rollout.embedded import EmbeddedEngine  # noqa: E402
 from finetune.rollout.engine import Request, Sampling  # noqa: E402
 
-PROMPTS, GENERATIONS, MOST = 8, 8, 64
+PROMPTS = 8
+GENERATIONS = 8
+MOST = 64
 REWARD = "def short(completion_ids, **_):\n    return [-float(len(set(ids))) for ids in completion_ids]\n"
 
 
@@ -162,7 +164,8 @@ def compare_steps(
     data = Dataset.from_list(rows)
     keys = {"args": args, "train_dataset": data, "processing_class": tokenizer, "callbacks": [Clock()]}
     GRPOTrainer(model, short, **keys).train()
-    mine, other = statistics.median([measure(ours) for _ in range(rounds + 1)][1:]), statistics.median(seconds[1:])
+    mine = statistics.median([measure(ours) for _ in range(rounds + 1)][1:])
+    other = statistics.median(seconds[1:])
     print(f"a whole step: ours {mine:.2f} CPU s, TRL's {other:.2f}; {other / mine:.2f} times as fast", flush=True)
 
 

@@ -36,7 +36,8 @@ MODEL = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-MAX_LENGTH, BATCH_SIZE = 512, 8  # tokens; rows in a step
+MAX_LENGTH = 512  # tokens
+BATCH_SIZE = 8  # rows in a step
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,9 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 def measure_grain(sources: Sources, nodes: Iterable[ast.AST]) -> dict[str, int]:
     """How dense the code is: its tokens, what a line and a function hold of them."""
-    tokens, lines, named_found = 0, 0, 0
+    tokens = 0
+    lines = 0
+    named_found = 0
     for text in sources.values():
         of_file = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type in CODE_TOKENS]
         tokens += len(of_file)

@@ -223,7 +223,8 @@ def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
         states = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(vocabulary, hidden, dtype=torch.bfloat16).normal_(std=0.02).requires_grad_()
         chunk = loss_chunk_tokens(vocabulary, "cpu")
-        scores, labels = (states[:chunk] @ weight.T).detach(), torch.randint(0, vocabulary, (tokens,))
+        scores = (states[:chunk] @ weight.T).detach()
+        labels = torch.randint(0, vocabulary, (tokens,))
         seconds: dict[str, list[list[float]]] = {"one chunk": [[], []], "the loss and its gradients": [[], []]}
         for index in range(rounds + 1):
             for which, function in enumerate(functions.values()):

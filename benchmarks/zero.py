@@ -22,7 +22,9 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 STAGES = (1, 2, 3)
 BUCKET_NUMBERS = 500_000  # DeepSpeed's own buckets would be 2 GB
-ROWS_PER_RANK, CLIP, LEARNING_RATE = 2, 1.0, 1e-3
+ROWS_PER_RANK = 2
+CLIP = 1.0
+LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,20 +34,23 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetens
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch keeps what it compiles
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # the numbers of a run may depend on them
 
-EXPORT, ADAPTER = "export", "adapter"  # in a run's folder
+EXPORT = "export"
+ADAPTER = "adapter"  # in a run's folder
 PROCESSOR_FILES = (  # of a vision-language model's folder
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"  # in a Hugging Face folder
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # in a Hugging Face folder
 # What makes a saved tokenizer cut or pad every text: settings of its last use, which say nothing of the model.
 CUTTING_KEYS = {
     TOKENIZER_FILE: ("truncation", "padding"),
     TOKENIZER_CONFIG: ("max_length", "truncation", "truncation_strategy", "stride", "padding", "pad_to_multiple_of"),
 }
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"  # in a Hugging Face folder
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"  # in a Hugging Face folder
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
 EXPERT_RANK_MULTIPLE = 8  # of an adapter's rank in grouped products: on a GPU they want rows of 16 bytes
 ADAPTER_NAME = "default"  # of peft, the only one here

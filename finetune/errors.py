@@ -225,7 +225,8 @@ def _print_fault(fault: Exception, rank: str) -> None:
         _say(f"rank {rank}: {''.join(traceback.format_exception(fault))}")
         return
     time.sleep(SECONDS_FOR_CAUSE)
-    reason, cause = str(fault).splitlines()[0], "that rank's own error is the cause"
+    reason = str(fault).splitlines()[0]
+    cause = "that rank's own error is the cause"
     if any(mark in str(fault) for mark in CONNECTION_CLOSED):  # then where this one was says nothing
         _say(f"rank {rank}: another rank ended; {cause} ({reason})")
         return

@@ -74,7 +74,8 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
 
     hooks = load_hooks(recipe, callbacks)
     with Session(recipe, sharding, saves=not dry_run) as session:
-        data, world = session.data, session.world
+        data = session.data
+        world = session.world
         if dry_run:
             try_folder(session.recipe, world)
             session.check_model()

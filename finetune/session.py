@@ -152,7 +152,8 @@ class Session:
         local_facts = find_local_facts(recipe.model)
         refuse_problems(find_problems(recipe, sharding, local_facts, ranks, machine=self.machine))
         self.world = join(sharding, recipe.run.timeout_seconds)
-        self._open, self._is_closed = ExitStack(), False
+        self._open = ExitStack()
+        self._is_closed = False
         self._open.callback(leave, self.world)
         try:
             self._read(recipe, ranks, saves=saves)
@@ -183,7 +184,8 @@ class Session:
             recipe = self._data.complete_recipe(recipe)
             if recipe.rollout.rewards or recipe.rollout.tools:
                 check_rewards(recipe, self.world, self._data)
-        self.recipe, self.progress = recipe, Progress()
+        self.recipe = recipe
+        self.progress = Progress()
         self._backward: list[tuple[StepBatch, Measured]] = []  # since the last update
         self._is_resumed = False
         self.signals = SignalListener()  # which the command enters; a script's signals are its own
@@ -236,7 +238,10 @@ class Session:
 
     @cached_property
     def _loaded(self) -> Loaded:
-        recipe, world, data, folder = self.recipe, self.world, self._data, self._folder
+        recipe = self.recipe
+        world = self.world
+        data = self._data
+        folder = self._folder
         keys = recipe.quantization, recipe.optimization, self._vocabulary, recipe.quantization_aware
         with self.computing():
             images = self._blank_document
@@ -256,7 +261,8 @@ class Session:
 
         Nothing is downloaded for it: what is not on this machine is not looked at. Raises `UserError`.
         """
-        recipe, images = self.recipe, self._blank_document
+        recipe = self.recipe
+        images = self._blank_document
         keys = recipe.quantization, recipe.optimization, self._vocabulary
         if is_here(recipe.model):
             build_model(recipe.model, recipe.lora, recipe.run.seed, self.world, *keys, blank_document=images)
@@ -370,7 +376,8 @@ class Session:
             raise UserError("optim_step: no gradients; call forward_backward first")
         if learning_rate is not None and not isinstance(learning_rate, int | float):
             raise UserError(f"optim_step: learning_rate: a number is expected, not {learning_rate!r}")
-        keys, world = self.recipe.optimization, self.world
+        keys = self.recipe.optimization
+        world = self.world
         batch, measured = _together(self._backward, self.progress.step)
         if learning_rate is None:
             if self._data is None and keys.max_steps is None:
@@ -379,7 +386,8 @@ class Session:
                 )
             steps = keys.max_steps or self.data.train.steps
             learning_rate = compute_learning_rate(self.progress.step, keys.schedule(steps))
-        optimizer, guard = self._loaded.optimizer, self._guard
+        optimizer = self._loaded.optimizer
+        guard = self._guard
         set_learning_rate(optimizer, learning_rate)
         before_update = self._saver.before_update if "_saver" in vars(self) else lambda: None
         with uninterrupted():  # what is updated is counted
@@ -435,7 +443,8 @@ class Session:
         """Resumes from where `resume_from_checkpoint` says, where there is a checkpoint; returns the progress."""
         self._refuse_closed("load")
         start = find_start(self.recipe, self.folder, self.world, self.inputs)
-        loaded, self._is_resumed = self._loaded, True
+        loaded = self._loaded
+        self._is_resumed = True
         if start is not None:
             self.progress = load_start(start, loaded.model, loaded.optimizer, self.world)
             if loaded.objectives is not None:
@@ -458,7 +467,8 @@ class Session:
         return start_run(*keys, model, size, optimizer, objectives, self.progress, self.inputs, hooks)
 
     def _objective(self, loss: LossFunction | str | None, *, has_own_rows: bool) -> Objective:
-        facts, top_k = self.recipe.method_facts, self.recipe.method.distill_top_k
+        facts = self.recipe.method_facts
+        top_k = self.recipe.method.distill_top_k
         if loss == "cross_entropy" and facts.rows == "answers":
             return SFT
         if isinstance(loss, str):

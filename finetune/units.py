@@ -5,7 +5,8 @@ from pathlib import Path
 
 from finetune.errors import UserError
 
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
+MIB = 1 << 20
 LARGEST_SIZE = 1 << 60
 UNITS = {
     "": 1, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,

@@ -78,6 +78,23 @@ def test_no_function_is_a_maze() -> None:
     assert MAZES.keys() <= mazes.keys(), f"no mazes any more: {sorted(MAZES.keys() - mazes.keys())}"
 
 
+def test_one_statement_assigns_several_values_only_where_they_depend_on_each_other() -> None:
+    """As in a swap: `a, b = b, a`."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+                continue
+            target = node.targets[0]
+            if not isinstance(target, ast.Tuple) or not all(isinstance(name, ast.Name) for name in target.elts):
+                continue
+            assigned = {ast.unparse(name) for name in target.elts}
+            read = {inner.id for inner in ast.walk(node.value) if isinstance(inner, ast.Name)}
+            if len(target.elts) == len(node.value.elts) and not assigned & read:
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
 def test_every_file_says_what_it_is() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.name != "__main__.py":

@@ -173,7 +173,8 @@ def rename_damaged(run_folder: Path, step: int) -> list[Path]:
     for number, path in list_checkpoints(run_folder):
         if number <= step:
             continue
-        target, copies = path.with_name(f"damaged-{number:08d}"), 1
+        target = path.with_name(f"damaged-{number:08d}")
+        copies = 1
         while target.exists() or target.is_symlink():
             copies += 1
             target = path.with_name(f"damaged-{number:08d}-{copies}")
@@ -222,7 +223,8 @@ def refuse_small_disk(
     of_format = parameters * dtype.itemsize + carried_bytes
     export = of_format * len(keys.export_formats) if keys.export_at_end else 0  # at most
     spare = EXPORT_SPARE_BYTES if export else 0
-    needed, free = new * checkpoint_bytes + export + spare, shutil.disk_usage(run_folder).free
+    needed = new * checkpoint_bytes + export + spare
+    free = shutil.disk_usage(run_folder).free
     if needed > free:
         fewer = "lower save_total_limit, " if keys.save_total_limit != 1 and kept > 1 else ""
         raise UserError(
@@ -323,7 +325,8 @@ def _summarize(step: int, path: Path, problems: list[str]) -> Summary:
     if problems:
         return Summary(path=str(path), step=step, problems=problems)
     manifest = read_manifest(path)
-    state, config = read_json_object(path / STATE), read_json_object(path / MODEL / "config.json")
+    state = read_json_object(path / STATE)
+    config = read_json_object(path / MODEL / "config.json")
     return Summary(
         path=str(path),
         step=step,

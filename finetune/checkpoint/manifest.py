@@ -181,7 +181,8 @@ class Manifest:
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of `checkpoint`. Raises `ValueError` (a sentence) if it is not one, `OSError` if unreadable."""
     content, raw = read_object(checkpoint / MANIFEST)
-    version, content = content.get("format_version"), {k: v for k, v in content.items() if k != "checksum"}
+    version = content.get("format_version")
+    content = {k: v for k, v in content.items() if k != "checksum"}
     if version != FORMAT_VERSION:
         raise ValueError(f"{MANIFEST} has format {version!a}; this program reads format {FORMAT_VERSION}")
     try:

@@ -139,7 +139,8 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
     for key in ("rewards", "tools"):
         files = [str(file_of(name)) for name in getattr(recipe.rollout, key) if name not in SHIPPED_REWARDS]
         found[key] = durable.hash_json(list(map(hash_file, files))) if files else None
-    base, teacher = _find_folder(recipe.model), _find_folder(recipe.teacher)
+    base = _find_folder(recipe.model)
+    teacher = _find_folder(recipe.teacher)
     if base is not None:
         found["config"] = _hash_config(base)
         if _is_base_read(recipe):
@@ -233,7 +234,8 @@ def load_start(start: Path | None, model: torch.nn.Module, optimizer: torch.opti
     if start is None:
         return Progress()
     optimizer = unwrap_optimizer(optimizer)
-    weights, moments = get_model_state(model, optimizer), get_optimizer_state(model, optimizer)
+    weights = get_model_state(model, optimizer)
+    moments = get_optimizer_state(model, optimizer)
     with torch.no_grad():
         read_shards(weights, MODEL, start, world)
         read_shards(select_tensors(moments), OPTIMIZER, start, world, names_beside_text(model))
@@ -276,7 +278,8 @@ def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
     other: list[str] = []
     for name, key in recipe_keys().items():
         was = _fill_in(name, then.get(name, _plain(key.default)))
-        before, after = dict(leaves(was, name)), dict(leaves(now[name], name))
+        before = dict(leaves(was, name))
+        after = dict(leaves(now[name], name))
         changed = [leaf for leaf in before | after if before.get(leaf) != after.get(leaf)]
         (deciding if key.same_on_resume else other).extend(
             f"{leaf}: {_short(before.get(leaf))} -> {_short(after.get(leaf))}" for leaf in changed
@@ -298,7 +301,8 @@ def _find_and_compare(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapp
 def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]) -> None:
     then = read_state(checkpoint)
     deciding, other = list_changes(then, recipe, inputs)
-    before, after = then["global_batch_size"], compute_global_batch_size(recipe.batch, ranks)
+    before = then["global_batch_size"]
+    after = compute_global_batch_size(recipe.batch, ranks)
     if before != after:
         deciding.append(
             f"rows in a step: {before} -> {after} (global_batch_size keeps them the same on any number of ranks)"

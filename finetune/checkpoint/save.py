@@ -65,8 +65,12 @@ class Saver:
         describe_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},  # of the method, after so many steps
         carried_bytes: int = 0,  # of the base, which the export will hold beside the model
     ) -> None:
-        self.run_folder, self.model, self.optimizer = run_folder, model, unwrap_optimizer(optimizer)
-        self.world, self.recipe, self.inputs = world, recipe, inputs or {}
+        self.run_folder = run_folder
+        self.model = model
+        self.optimizer = unwrap_optimizer(optimizer)
+        self.world = world
+        self.recipe = recipe
+        self.inputs = inputs or {}
         wanted = recipe.checkpoint.async_save
         is_in_memory = recipe.optimization.optim_offload == "none"  # else the copy on the host would hold it whole
         self.is_async = (world.device.type == "cuda" and is_in_memory) if wanted is None else wanted
@@ -131,7 +135,8 @@ class Saver:
             self._thread.join()
             self._thread = None
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            failure = self._failure
+            self._failure = None
             raise failure
 
     def check_save(self, steps: int, steps_per_epoch: int | None = None) -> int:
@@ -296,7 +301,8 @@ def _in_order(config: Any) -> Any:
 
 def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes the ids of `special_tokens` and `eot_tokens` into a generation_config.json; without them, nothing."""
-    special, ends = model.special_tokens or {}, list(model.eot_tokens)
+    special = model.special_tokens or {}
+    ends = list(model.eot_tokens)
     if not (special or ends):
         return
     content = load_json(path) if path.is_file() else {}

@@ -181,7 +181,8 @@ def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[Te
     stages: Groups of ranks that hold different layers.
     """
     rank, size = (dist.get_rank(), dist.get_world_size() // stages) if dist.is_initialized() else (0, 1)
-    first, rank = rank - rank % size, rank % size
+    first = rank - rank % size
+    rank = rank % size
     layouts = {name: tensor.layout if isinstance(tensor, OffloadedTensor) else tensor for name, tensor in state.items()}
     whole = [name for name, layout in layouts.items() if not isinstance(layout, DTensor | ShardedTensor)]
     writers = {}
@@ -267,7 +268,8 @@ def read_shards(
         UserError: Names or shapes are others. Nothing has been read then.
     """
     has_files = any((checkpoint / part).glob("*.safetensors"))  # an optimizer without state (SGD) leaves none
-    stored, stages = read_folder(checkpoint / part) if has_files or part == MODEL else {}, world.stages
+    stored = read_folder(checkpoint / part) if has_files or part == MODEL else {}
+    stages = world.stages
     shards = list_shards(state, part, stages)
     known = state.keys() if stages == 1 else {name for names in world.gather(sorted(state)) for name in names}
     missing = _without(optional, known - stored.keys(), stored.keys())
@@ -337,7 +339,8 @@ def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankG
     `shards`: all of this rank's, first copies or not. Each rank sends one digest for each comparison: of replicas, and
     of what the ranks of a tensor-parallel group hold whole.
     """
-    group_size, tensors = ranks.world.shard_group_size, ranks.world.stage_size // ranks.world.tensor_group_count
+    group_size = ranks.world.shard_group_size
+    tensors = ranks.world.stage_size // ranks.world.tensor_group_count
     stage = ranks.world.stage_size
     if stage > group_size:  # several replicas
         _refuse_different(shards, step, ranks, lambda rank: rank - rank % stage + rank % stage % group_size)
@@ -354,7 +357,8 @@ def _refuse_different(shards: list[TensorShard], step: int, ranks: RankGroup, fi
     if not different:
         return
     by_rank = ranks.on_all(lambda: sums)
-    rank, first = different[0], first_of(different[0])
+    rank = different[0]
+    first = first_of(different[0])
     unequal = [name for name, value in by_rank[rank].items() if value != by_rank[first].get(name)]
     raise UserError(
         f"step {step} is not saved: ranks {first} and {rank} hold replicas of the model, but {len(unequal)} of "
@@ -368,7 +372,8 @@ def weighted_sum(tensor: Any) -> torch.Tensor:
 
     Integers add up to the same in any order, and so on every device. One changed element always shows.
     """
-    total, place = torch.zeros((), dtype=torch.int64), 0
+    total = torch.zeros((), dtype=torch.int64)
+    place = 0
     for chunk in plain_chunks(tensor):
         bits = chunk.view(_INTEGERS[chunk.element_size()])
         total = total.to(bits.device)

@@ -264,7 +264,10 @@ def make_report(
 
 def measure_fill(train: StoredBatches, steps: int = 256) -> float:
     """How full the rows of the first `steps` steps are: of `row_tokens` if packed, else of their longest one."""
-    lengths, tokens, rows, padded = train.examples.lengths, 0, 0, 0
+    lengths = train.examples.lengths
+    tokens = 0
+    rows = 0
+    padded = 0
     for step in range(min(steps, train.steps_per_epoch)):
         of_step = train.rows_of(step)
         tokens += int(lengths[np.concatenate(of_step)].sum(dtype=np.int64))

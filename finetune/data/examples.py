@@ -49,7 +49,9 @@ class Examples:
         return len(self) // self.group_size
 
     def __getitem__(self, example_id: int) -> Example:
-        store, start, length = self._store_of(example_id), int(self.start[example_id]), int(self.lengths[example_id])
+        store = self._store_of(example_id)
+        start = int(self.start[example_id])
+        length = int(self.lengths[example_id])
         return Example(store.input_ids[start : start + length], store.labels[start : start + length])
 
     def take(self, ids: NDArray[np.int64]) -> "Examples":

@@ -175,7 +175,8 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     Completion(prompt='2+2=', completion='4')
     """
     common = find_common_pair(row, source)
-    row_format, columns = source.type or ("messages" if common else recognize_format(row, source)), Columns(row)
+    row_format = source.type or ("messages" if common else recognize_format(row, source))
+    columns = Columns(row)
     if FORMATS[row_format].may_be_rated:
         _check_preference(columns, row_format, source)
     if common:
@@ -202,7 +203,8 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
     )
     if len(questions) != 1 or len(answers) != 1:
         return None
-    question, answer = questions[0], answers[0]
+    question = questions[0]
+    answer = answers[0]
     is_known = (question.lower(), answer.lower()) in COMMON_PAIRS
     return (question, answer) if is_known and isinstance(row[question], str) and isinstance(row[answer], str) else None
 
@@ -342,12 +344,14 @@ def _parse_history(columns: Columns) -> list[Message]:
 
 
 def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Document:
-    row, prompt_column = columns.row, source.prompt_column or "prompt"
+    row = columns.row
+    prompt_column = source.prompt_column or "prompt"
     completion_column = source.completion_column or (
         "completion" if row.get("completion") is not None or row.get("chosen") is None else "chosen"
     )
     if isinstance(row.get(prompt_column), list) or isinstance(row.get(completion_column), list):
-        prompt, completion = columns.take_messages(prompt_column), columns.take_messages(completion_column)
+        prompt = columns.take_messages(prompt_column)
+        completion = columns.take_messages(completion_column)
         return make_conversation(columns, [*without_training(prompt), *completion])
     return Completion(columns.take_text(prompt_column), columns.take_text(completion_column, may_be_empty=False))
 
@@ -375,7 +379,8 @@ def _parse_squad(columns: Columns, source: DatasetSource) -> Document:
 
 def _parse_hellaswag(columns: Columns, source: DatasetSource) -> Document:
     """HellaSwag's rows as NeMo Automodel writes them: the context with its right ending."""
-    endings, label = columns.take("endings"), str(columns.take("label"))
+    endings = columns.take("endings")
+    label = str(columns.take("label"))
     if not isinstance(endings, list) or not label.isdecimal() or int(label) >= len(endings):
         raise BadRow(f"endings: a list in which label {label} names one is expected, found {describe_value(endings)}")
     return Completion(columns.take_text("ctx"), str(endings[int(label)]))
@@ -430,7 +435,8 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
     if isinstance(system, str):
         columns.take("system")
         if system and messages[0] != make_message("system", system):
-            messages, trained = (make_message("system", system), *messages), (False, *trained)
+            messages = (make_message("system", system), *messages)
+            trained = (False, *trained)
     variables = parse_json(columns.take(VARIABLES)) or {}
     if not isinstance(variables, dict):
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")

@@ -32,7 +32,8 @@ MAX_RATIO = 200  # of an image's sides: a processor that enlarges the shorter on
 MAX_SCANS = 100  # of a progressive JPEG, which has ten or so; each goes over all pixels again
 RGB_BYTES = 3  # of a pixel
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # none that starts another program
-IN_FILE, IN_STORE = b"f", b"b"  # how a stored image begins: its path follows, or its bytes
+IN_FILE = b"f"  # how a stored image begins whose path follows
+IN_STORE = b"b"  # the same where its bytes follow
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 LAYOUTS = {"rows", "cols", "num_soft_tokens_per_image"}  # of an image's parts, which no model reads
 
@@ -154,7 +155,8 @@ def _find_excess(picture: Any, content: bytes) -> str | None:
 
 def _count_scans(content: bytes) -> int:
     """The scans of a JPEG, at most one more than MAX_SCANS; what follows its end, as a film does in some, is none."""
-    scans, at = 0, 2
+    scans = 0
+    at = 2
     while scans <= MAX_SCANS and (at := content.find(b"\xff", at)) >= 0:
         marker = content[at + 1 : at + 2]
         if marker in (b"", b"\xd9"):  # the end
@@ -173,7 +175,8 @@ class ImageProcessor:
     """A model's own processor, for images alone. It is loaded when the first image is met."""
 
     def __init__(self, model: Model, tokenizer: Any) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self._model = model
+        self._tokenizer = tokenizer
         self.expand = lru_cache(maxsize=4096)(self._expand)
 
     @cached_property
@@ -183,7 +186,8 @@ class ImageProcessor:
         from transformers import AutoImageProcessor
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-        name, family = self._name, str(load_config(self._model).model_type)
+        name = self._name
+        family = str(load_config(self._model).model_type)
         if name is None or family not in PROCESSOR_MAPPING_NAMES:
             raise UserError(f"{name or family}: a row holds an image, and this model takes none; name another model")
         options = {"revision": self._model.model_revision} if name == self._model.model_name_or_path else {}
@@ -200,7 +204,8 @@ class ImageProcessor:
             own = unchecked.from_args_and_dict(list(parts.values()), values)
         except Exception as error:  # a file is missing or damaged, or a package
             raise UserError(f"{name}: its image processor cannot be loaded: {' '.join(str(error).split())}") from None
-        expected, found = load_config(self._model).image_token_id, list(own.image_token_ids)
+        expected = load_config(self._model).image_token_id
+        found = list(own.image_token_ids)
         if expected not in found:
             raise UserError(
                 f"{name}: image_token_id is {expected} in the model's config, and an image's tokens have the ids "
@@ -335,7 +340,11 @@ def place_images(text: str, spans: Sequence[tuple[int, int]], written: Sequence[
     >>> place_images("<a><i> b", [(0, 8)], ["<i><i>"], "<i>")
     ('<a><i><i> b', ((0, 3), (9, 11)))
     """
-    parts, holes, shifts, position, length = [], [], [], 0, 0
+    parts = []
+    holes = []
+    shifts = []
+    position = 0
+    length = 0
     for replacement in written:
         at = text.index(token, position)
         length += at - position

@@ -152,7 +152,8 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
 
 def _select_examples(options: argparse.Namespace, examples: Examples) -> Sequence[int]:
     """The ids of the examples to show, both sides of a pair. Raises `UserError` if one does not exist."""
-    count, size = len(examples), examples.group_size
+    count = len(examples)
+    size = examples.group_size
     if options.examples is None:
         if options.rows < 0:
             raise UserError(f"--rows {options.rows}: not a count of examples; 0 shows the report alone")
@@ -230,7 +231,8 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
 
     ids = example.input_ids.tolist()
     texts: list[str] = []
-    before, begin = 0, 0  # the last tokens that gave whole characters
+    before = 0  # the last tokens that gave whole characters are ids[before:begin]
+    begin = 0
     for end in range(1, len(ids) + 1):
         context = decode(before, begin) if begin else ""
         text = decode(before, end)
@@ -239,7 +241,8 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
             texts.append("")
             continue
         texts.append(text)
-        before, begin = begin, end
+        before = begin
+        begin = end
     return texts
 
 
@@ -346,7 +349,8 @@ def _show_text(document: Document, text: RenderedText, renderer: Renderer) -> It
     asked = ask_turns(document, add_variables(renderer, document.variables))
     for i, (start, end) in sorted(text.turns.items()):
         if i in asked:
-            prompt, before = asked[i].prompt, text.text[:start]
+            prompt = asked[i].prompt
+            before = text.text[:start]
             yield ShownTurn(i + 1, prompt, count_common(prompt, before), _cut(text, start, end))
 
 
@@ -407,7 +411,8 @@ def write_page(path: Path, rows: Mapping[str, Sequence[ShownTurn]], special_toke
     """Writes one HTML file that needs nothing but a browser. Raises `UserError` where it cannot be written."""
 
     def mark(text: str, style: str) -> str:
-        pieces, position = [], 0
+        pieces = []
+        position = 0
         for token in special_tokens.finditer(text):
             pieces += [
                 html.escape(text[position : token.start()]),

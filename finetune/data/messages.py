@@ -118,7 +118,8 @@ def describe_tool(name: str) -> Tool:
     """The JSON schema of the function `FILE.py:NAME`. Raises `UserError` for one without type hints or a docstring."""
     from transformers.utils.chat_template_utils import get_json_schema
 
-    function, called = load(name), name.rpartition(":")[2]
+    function = load(name)
+    called = name.rpartition(":")[2]
     try:
         schema = get_json_schema(function)
     except Exception as error:  # its own kinds, and what type hints raise

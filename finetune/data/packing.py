@@ -114,7 +114,9 @@ def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np
                 if not ranges[free]:
                     del ranges[free], spaces[at]
             else:
-                free, first, rows = capacity, opened, -(-left // (capacity // length))
+                free = capacity
+                first = opened
+                rows = -(-left // (capacity // length))
                 opened += rows
             each = free // length
             full = min(rows, left // each)
@@ -125,7 +127,8 @@ def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np
             if full < rows and left:  # fewer than `each` documents are left: one row takes them
                 moves.append((first + full, 1, left))
                 put(free - left * length, first + full, 1)
-                full, left = full + 1, 0
+                full = full + 1
+                left = 0
             put(free, first + full, rows - full)
     return np.array(moves, dtype=np.int64)
 
@@ -224,7 +227,8 @@ class StoredBatches:
     def rows_of(self, step: int) -> list[Ids]:
         """The rows of step `step` over all ranks, each the ids of its examples; `iterations` are one step."""
         epoch, within = divmod(step, self.steps_per_epoch // self.iterations)
-        rows, size = self.epoch_rows(epoch), self.config.global_batch_size
+        rows = self.epoch_rows(epoch)
+        size = self.config.global_batch_size
         return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
 
     def step_batch(self, step: int) -> StepBatch:
@@ -309,7 +313,8 @@ def make_batches(
 ) -> StoredBatches:
     """The batches of one epoch; `replace` its `steps` for more or fewer. `tokenizer`: None for tokens without text."""
     rows = lru_cache(maxsize=2)(partial(arrange_epoch, examples.lengths, config, examples.group_size))
-    pad, images = getattr(tokenizer, "pad_token_id", None) or 0, None
+    pad = getattr(tokenizer, "pad_token_id", None) or 0
+    images = None
     if examples.has_images:
         images = tokenizer.images
         examples.refuse_typed_images(images.token_ids)
@@ -362,7 +367,8 @@ def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProces
 def _take_part(micro_batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     """A rank's part of the tokens, whose number `parts` divides."""
     tokens = micro_batch.labels.shape[1] // parts
-    first, names = part * tokens, ("input_ids", "labels", "position_ids", "token_mask")
+    first = part * tokens
+    names = ("input_ids", "labels", "position_ids", "token_mask")
     mine = {name: getattr(micro_batch, name)[:, first : first + tokens].contiguous() for name in names}
     return replace(
         micro_batch, **mine, trained_positions=_find_trained_positions(mine["labels"].numpy()), first_token=first

@@ -36,7 +36,8 @@ from finetune.data.formats import (
 )
 from finetune.data.messages import BadRow, Message, count_common, describe_value, list_columns, role_of
 
-CHOSEN, REJECTED = ("chosen", "response_w"), ("rejected", "response_l")
+CHOSEN = ("chosen", "response_w")
+REJECTED = ("rejected", "response_l")
 PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")  # those that are read
 OF_CHAT = ("question", "instruction")  # text in these is a user's turn; in others it is a prompt without a template
 USUAL_PROMPTS = {*CONVERSATION_COLUMNS, *QUESTION_COLUMNS, "user"}
@@ -240,7 +241,9 @@ def _count_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int
 def _read_texts(prompt: str | None, chosen: str, rejected: str) -> tuple[Side, Side]:
     if prompt is None:
         end = find_end_of_prompt(chosen, rejected)
-        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+        prompt = chosen[:end]
+        chosen = chosen[end:]
+        rejected = rejected[end:]
     return Completion(prompt, chosen), Completion(prompt, rejected)
 
 
@@ -378,7 +381,8 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     >>> parsed.document.asked, parsed.document.row
     ('2+2=', '{"prompt": "2+2=", "columns": {"level": 1, "answer": "4"}}')
     """
-    columns, name = Columns(row), _name_prompt(row, source)
+    columns = Columns(row)
+    name = _name_prompt(row, source)
     is_named = source.completion_column is not None
     kept_row = {key: value for key, value in row.items() if not (is_named and key == ANSWER)}
     turns: list[Any]

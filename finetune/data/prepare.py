@@ -121,7 +121,9 @@ class StreamedBatches:
                         next_block = pool.submit(self.open_block, block + 1, canceled)
                     for batch in islice(current.batches(max(from_step - step, 0)), self.steps - max(step, from_step)):
                         yield _renumber(batch, step, examples, note)
-                    step, examples, block = step + note.steps, examples + note.examples, block + 1
+                    step = step + note.steps
+                    examples = examples + note.examples
+                    block = block + 1
                     self._remove_block(block - 2)
             finally:
                 canceled.set()
@@ -203,7 +205,9 @@ class StreamedBatches:
             note = self._read_note(block)
             if step < first + note.steps:
                 return block, first, examples
-            block, first, examples = block + 1, first + note.steps, examples + note.examples
+            block = block + 1
+            first = first + note.steps
+            examples = examples + note.examples
 
     def _read_note(self, number: int) -> Note:
         """The note of a block. Where there is none, or it is damaged, the block is rebuilt."""
@@ -229,7 +233,8 @@ def open_stream(
 
     A tokenizer without a chat template gets the plain one: whether the stream needs it is not known before it is read.
     """
-    data, steps = recipe.data, recipe.optimization.max_steps
+    data = recipe.data
+    steps = recipe.optimization.max_steps
     assert steps is not None and data.eval_split_size is None, "refused with the recipe"
     if not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN
@@ -323,7 +328,8 @@ def batch_rows(
     """
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise UserError(f"{GIVEN}: a list of mappings is expected, each as a row of a data file")
-    source, stats = DatasetSource(path=GIVEN), SourceStats()
+    source = DatasetSource(path=GIVEN)
+    stats = SourceStats()
     read = RowBatch(GIVEN, tuple(range(1, len(rows) + 1)), tuple(map(plain_row, rows)))
     tokens = tokenize_rows([(source, read)], recipe.data, tokenizer, stats, recipe.method_facts.rows)
     examples, report = select_examples(keep_in_memory(tokens, stats.as_json), source, recipe.data)
@@ -386,7 +392,8 @@ def _read_sources(
     sources: tuple[DatasetSource, ...], recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[Examples | None, tuple[SourceReport, ...]]:
     """(the examples of all sources, a report of each); None where there is no source."""
-    seed, kind = recipe.run.seed, recipe.method_facts.rows
+    seed = recipe.run.seed
+    kind = recipe.method_facts.rows
     stores = (open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind) for source in sources)
     selected = [
         select_examples(store, source, recipe.document_data) for store, source in zip(stores, sources, strict=True)
@@ -424,7 +431,8 @@ def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world
     size = recipe.batch.per_device_train_batch_size
     train = make_batches(examples, config, world, size, tokenizer, recipe.data.dataloader_num_workers)
     if train.rows_per_epoch < world.size:
-        given, less = "", ""
+        given = ""
+        less = ""
         if config.packing:
             given = f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
             less = ", a smaller max_length, or packing: false"
@@ -433,7 +441,8 @@ def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world
             f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give more data "
             f"or fewer ranks{less}"
         )
-    epochs, train = recipe.optimization.num_train_epochs, replace(train, iterations=recipe.rollout.num_iterations)
+    epochs = recipe.optimization.num_train_epochs
+    train = replace(train, iterations=recipe.rollout.num_iterations)
     return replace(train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch))
 
 

@@ -98,7 +98,8 @@ class _Unpacked(io.RawIOBase):
     """What a gzip file holds, up to a bound: a few megabytes of zeros can stand for terabytes."""
 
     def __init__(self, packed: gzip.GzipFile, path: str) -> None:
-        self._packed, self._path = packed, path
+        self._packed = packed
+        self._path = path
 
     def readable(self) -> bool:
         return True
@@ -285,7 +286,8 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
     """The rows of `[{...}, {...}]`, parsed one by one, so that an error knows its row and only one is held."""
     text = _Text(path, stream)
     text.at = text.buffer.index("[") + 1
-    decoder, number = RowDecoder(), 1
+    decoder = RowDecoder()
+    number = 1
     while text.peek() not in ("]", ""):
         try:
             value = text.parse(decoder, number)
@@ -311,9 +313,11 @@ class _Text:
     """A stretch of a UTF-8 file; more is read as it is needed."""
 
     def __init__(self, path: str, stream: IO[bytes]) -> None:
-        self._path, self._stream = path, stream
+        self._path = path
+        self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self.buffer, self.at = "", 0
+        self.buffer = ""
+        self.at = 0
         self._read()
 
     def peek(self) -> str:
@@ -360,7 +364,8 @@ class _Text:
 
     def _read(self) -> bool:
         """Reads as much as is buffered, so that a long row is not parsed too often."""
-        self.buffer, self.at = self.buffer[self.at :], 0
+        self.buffer = self.buffer[self.at :]
+        self.at = 0
         kept = len(self._decoder.getstate()[0])
         offset = self._stream.tell() - kept
         chunk = self._stream.read(max(CHUNK_BYTES, len(self.buffer)))
@@ -405,7 +410,8 @@ def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
     text.take("{")
     while True:
         text.peek()
-        key, has_list = text.parse(decoder), False
+        key = text.parse(decoder)
+        has_list = False
         if not isinstance(key, str):
             raise ValueError("a key is expected")
         text.take(":")

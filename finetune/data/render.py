@@ -208,7 +208,8 @@ def _check(
         read_reasoning(message) for message, on in zip(messages, conversation.trained, strict=True) if on
     ):
         findings.append("no_reasoning")
-        prompt, after = renderer.generation_prompt, renderer.unthinking
+        prompt = renderer.generation_prompt
+        after = renderer.unthinking
         opens = f"inference opens with {prompt!r}, and the answers continue with {after!r}"
     if not renderer.train_on_reasoning:
         for i, turn in extents.items():
@@ -224,7 +225,8 @@ def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Mark
     words = read_reasoning(message)
     closed = THINKING_END.search(text, *turn)
     if places:
-        start, end = places[0], places[-1]
+        start = places[0]
+        end = places[-1]
     elif own and any(key in message for key in REASONING_KEYS):
         return None  # the template leaves it out
     elif words and closed:  # the content has it, behind a tag that the prompt may have opened
@@ -381,7 +383,8 @@ def write_images(
     if not images:
         return text
     assert isinstance(document, Conversation) and renderer.images is not None
-    token, last = find_image_token(renderer), max(text.turns, default=len(document.messages))
+    token = find_image_token(renderer)
+    last = max(text.turns, default=len(document.messages))
     counts = [sum(m["content"].count(IMAGE) for m in document.messages[:end]) for end in (last + 1, None)]
     written_places = text.text.count(token)
     typed = [word for word in renderer.images.reserved if word != token and word in text.text]
@@ -400,7 +403,8 @@ def write_images(
 
 
 def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]:
-    prompt, completion = document.prompt, document.completion
+    prompt = document.prompt
+    completion = document.completion
     if renderer.special_tokens.search(prompt) or renderer.special_tokens.search(completion):
         yield "typed_special_token"
     if not renderer.eos:
@@ -516,9 +520,11 @@ def _holds_calls(answer: str, message: Message) -> bool:
 
 def _holds_tools(conversation: Conversation, text: str, turns: Mapping[int, Span]) -> bool:
     """Whether the names of the tools, and their results, stand outside the assistant's turns."""
-    outside, position = "", 0
+    outside = ""
+    position = 0
     for start, end in turns.values():
-        outside, position = outside + text[position:start], end
+        outside = outside + text[position:start]
+        position = end
     outside += text[position:]
     schemas = [tool.get("function", tool) for tool in conversation.tools]
     wanted = [str(schema["name"]) for schema in schemas if isinstance(schema, dict) and "name" in schema]

@@ -204,7 +204,8 @@ def _resolve_slices(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -
     for stretch in stretches:
         first = 0
         for file in splits[stretch.splitname]:
-            start, stop = max(stretch.from_ - first, 0), min(stretch.to - first, sizes[file])
+            start = max(stretch.from_ - first, 0)
+            stop = min(stretch.to - first, sizes[file])
             if start < stop:
                 yield file, start, stop
             first += sizes[file]
@@ -392,7 +393,8 @@ def _count_unpacked_arrow(path: str) -> int:
         for message in ipc.MessageReader.open_stream(source):
             if message.type not in ("record batch", "dictionary"):
                 continue
-            metadata, body = message.metadata.to_pybytes(), memoryview(message.body or b"")
+            metadata = message.metadata.to_pybytes()
+            body = memoryview(message.body or b"")
 
             def follow(table: int, field: int, metadata: bytes = metadata) -> int:
                 fields = table - struct.unpack_from("<i", metadata, table)[0]

@@ -85,7 +85,8 @@ def match_layout(text: str, conversation: Conversation, renderer: Renderer) -> d
         pieces += (content, after)
     if "".join(pieces) != text:
         return None
-    turns, position = {}, 0
+    turns = {}
+    position = 0
     for i, (message, content) in enumerate(zip(messages, contents, strict=True)):
         start = position + len(layout.between[i])
         position = start + len(content)
@@ -100,7 +101,9 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
     """The layout, from contents that cannot be mistaken; None if the template changes them or a turn's text."""
     marks = [f"MESSAGE{i}CONTENT" for i in range(len(roles))]
     messages = [{"role": role, "content": f" {mark}\n"} for role, mark in zip(roles, marks, strict=True)]
-    between, trims, contents = [], [], []
+    between = []
+    trims = []
+    contents = []
     try:
         text = apply_template(renderer, messages)
         position = 0
@@ -183,7 +186,8 @@ def find_turns(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> tuple[str, dict[int, tuple[Span, ...]]]:
     """(the text of the whole conversation, message index -> what is trained on of each turn). Raises `BadRow`."""
-    messages, tools = read_messages(conversation, renderer), conversation.tools
+    messages = read_messages(conversation, renderer)
+    tools = conversation.tools
     wanted = [i for i, on in enumerate(conversation.trained) if on] if renderer.assistant_only else []
     if renderer.has_markers:
         text, marked = apply_marked_template(renderer, messages, tools)

@@ -32,7 +32,8 @@ MAX_TEMPLATE = 2**20  # characters
 MAX_DIGITS = 1000  # of an integer
 WIDTH = re.compile(r"[%:.<>=^+ 0-](\d+)|(\*|\{[^{}]*\{)")  # in "%10d" and "{:10}"; in "%*d" and "{:{width}}"
 DICT_ATTRIBUTES = frozenset(dir(dict))
-TEXTS, PARTED = (str, bytes), (list, tuple, dict, range)
+TEXTS = (str, bytes)
+PARTED = (list, tuple, dict, range)
 
 
 def _refuse(what: str) -> None:
@@ -43,14 +44,16 @@ def _weigh(value: Any) -> int:
     """The characters of a text; of a list or mapping all that its text would have, as often as they occur in it."""
     if isinstance(value, str | bytes):
         return len(value)
-    left, weight = [value], 0
+    left = [value]
+    weight = 0
     while left and weight <= MAX_WORK:
         part = left.pop()
         if isinstance(part, TEXTS):
             weight += len(part)
             continue
         if isinstance(part, Namespace):
-            weight, part = weight + CALL, part._Namespace__attrs
+            weight = weight + CALL
+            part = part._Namespace__attrs
         if isinstance(part, PARTED):
             weight += ELEMENT * len(part)
             left += [*part, *part.values()] if isinstance(part, dict) else () if isinstance(part, range) else part
@@ -59,7 +62,8 @@ def _weigh(value: Any) -> int:
 
 # What an operation makes, in characters: of the values that it is called with.
 def _size_format(text: Any, *values: Any, **named: Any) -> Any:
-    text, given = str(text), (*values, *named.values())
+    text = str(text)
+    given = (*values, *named.values())
     widths = [int(match[1][:20]) if match[1] else math.inf for match in WIDTH.finditer(text)]
     numbers = [abs(value) for value in given if type(value) is int] if math.inf in widths else []
     wide = sum(width for width in (*widths, *numbers) if width < math.inf)
@@ -67,7 +71,8 @@ def _size_format(text: Any, *values: Any, **named: Any) -> Any:
 
 
 def _size_replace(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> Any:
-    text, new = str(text), str(new)
+    text = str(text)
+    new = str(new)
     return len(text) + (text.count(str(old)) * len(new) if len(new) > 1 else 0)
 
 
@@ -151,7 +156,8 @@ class _Charges(NodeTransformer):
                     for operand in node.ops:
                         operand.expr = _charge("search" if operand.op in ("in", "notin") else "read", operand.expr)
             case nodes.Add():
-                node.left, node.right = _charge("copy", node.left), _charge("copy", node.right)
+                node.left = _charge("copy", node.left)
+                node.right = _charge("copy", node.right)
             case nodes.Concat():
                 node.nodes = [_charge("copy", each) for each in node.nodes]
             case nodes.Dict():
@@ -277,7 +283,8 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
         """The filter or test `function`, which pays for its values and its result."""
         if name in AT_ONCE:
             return function
-        size, first = FILTERS.get(name), 0 if getattr(function, "jinja_pass_arg", None) is None else 1
+        size = FILTERS.get(name)
+        first = 0 if getattr(function, "jinja_pass_arg", None) is None else 1
 
         @wraps(function)  # what jinja is to pass first is an attribute of the function
         def guarded(*args: Any, **kwargs: Any) -> Any:

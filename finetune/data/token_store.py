@@ -303,7 +303,8 @@ def publish_store(folder: Path, write: Callable[[Path], None]) -> None:
 
 def wait_for_store(folder: Path, canceled: Event | None = None) -> None:
     """Waits until local rank 0 of this node has written the folder or noted its failure, or `canceled` is set."""
-    failure, started = _failure_file(folder), psutil.Process().create_time()
+    failure = _failure_file(folder)
+    started = psutil.Process().create_time()
     while not folder.exists():
         if failure.exists() and failure.stat().st_mtime >= started:
             raise UserError(failure.read_text())

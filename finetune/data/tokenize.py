@@ -247,9 +247,12 @@ def tokenize_rows(
 
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
-    stats.group_size, stats.is_rated, stats.is_asked = GROUP_SIZES[kind], kind == "ratings", kind == "prompts"
+    stats.group_size = GROUP_SIZES[kind]
+    stats.is_rated = kind == "ratings"
+    stats.is_asked = kind == "prompts"
     renderer = make_renderer_of(data, tokenizer)
-    reader, encoder = GroupReader(kind), make_encoder(tokenizer)
+    reader = GroupReader(kind)
+    encoder = make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
     with _without_tokenizer_threads(), ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:

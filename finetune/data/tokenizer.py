@@ -98,7 +98,8 @@ def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
 def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
     """Raises `UserError` if the teacher's tokenizer has other tokens than `tokenizer`, or cuts texts otherwise."""
     own = _load_own(teacher)
-    ours, theirs = tokenizer.get_vocab(), own.get_vocab()
+    ours = tokenizer.get_vocab()
+    theirs = own.get_vocab()
     different = sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))
     found = ""
     if different:
@@ -145,7 +146,8 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
 
 def encode_bos(tokenizer: Any) -> list[int]:
     """The ids that a tokenizer writes before plain text."""
-    bare, wrapped = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    wrapped = tokenizer.encode("a", add_special_tokens=True)
     return wrapped[: wrapped.index(bare[0])] if bare and bare[0] in wrapped else []
 
 
@@ -339,7 +341,8 @@ def make_renderer(
 
 def make_renderer_of(data: Data, tokenizer: Any) -> Renderer:
     """As `make_renderer`, as a recipe asks for its data."""
-    date, turns = data.chat_template_date, data.turns
+    date = data.chat_template_date
+    turns = data.turns
     return make_renderer(tokenizer, data.assistant_only_loss, date, turns, data.train_on_reasoning)
 
 
@@ -383,7 +386,8 @@ def asks_for_date(tokenizer: Any) -> bool:
 
 def _probe_turn(renderer: Renderer) -> Renderer:
     """`renderer`, with what the template writes around the assistant's content, from an example."""
-    user, answer = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
+    user = {"role": "user", "content": "QUESTION"}
+    answer = {"role": "assistant", "content": "ANSWER"}
     try:
         bare = apply_template(renderer, [user])
         asked = apply_template(renderer, [user], add_generation_prompt=True)

@@ -53,7 +53,9 @@ CALLS: Sequence[Mapping[str, Any]] = (
         **TAGS,
     },
 )
-PROBE, VALUE, RESULT = "probe_tool", "the value of a probe", "the result of a probe"
+PROBE = "probe_tool"
+VALUE = "the value of a probe"
+RESULT = "the result of a probe"
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}, "number": {"type": "integer"}}}
 PROBED: Tools = (
     {"type": "function", "function": {"name": PROBE, "description": "A probe.", "parameters": PARAMETERS}},
@@ -161,7 +163,8 @@ def _make_call(name: str = PROBE) -> Message:
 def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Name and arguments of a call. Raises for what has no name."""
     function = call.get("function", call)
-    name, arguments = function["name"], function.get("arguments")
+    name = function["name"]
+    arguments = function.get("arguments")
     if not isinstance(name, str):
         raise TypeError(name)
     return {"name": name, "arguments": {} if arguments is None else arguments}

@@ -177,7 +177,8 @@ def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
 
 def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> MachineFacts:
     """This rank's machine, for the rules, before it joins the others. `with_liger`: import Liger, which is slow."""
-    device, families = _device(sharding), None
+    device = _device(sharding)
+    families = None
     if device.type == "cpu":
         return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
     if with_liger:
@@ -356,11 +357,13 @@ def _precision(sharding: Sharding) -> Any:
 
 def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
     """The mesh of all ranks, which call it together; None where the world is one dimension."""
-    sizes, stages = sharding.mesh_sizes, sharding.pipeline_parallel_size
+    sizes = sharding.mesh_sizes
+    stages = sharding.pipeline_parallel_size
     if stages > 1:  # outermost: what passes between stages is the least traffic
         ranks = dist.get_world_size() // stages
         replicas, _, _, tensors = (sizes or {"": 1, "shards": ranks, "sequences": 1, "tensors": 1}).values()
-        shape, names = (stages, replicas, ranks // (replicas * tensors), tensors), (PIPELINE, REPLICATE, FSDP, TENSOR)
+        shape = (stages, replicas, ranks // (replicas * tensors), tensors)
+        names = (PIPELINE, REPLICATE, FSDP, TENSOR)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
         mesh[REPLICATE, FSDP, TENSOR]._flatten(STAGE)
         return mesh
@@ -387,11 +390,9 @@ def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> Device
     """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in EXPERT divide the
     experts of a layer between them; FSDP shards each of them over EXPERT_SHARD, the ranks of a replica that have the
     same experts."""
-    stages, replicas, size = (
-        sharding.pipeline_parallel_size,
-        sharding.replicate_size or 1,
-        sharding.expert_parallel_size,
-    )
+    stages = sharding.pipeline_parallel_size
+    replicas = sharding.replicate_size or 1
+    size = sharding.expert_parallel_size
     shape = (stages, replicas, ranks // (stages * replicas * size), size)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT))
     # A norm is then one sum over all ranks of a replica, the same on each, and not one for each dimension.

@@ -277,7 +277,8 @@ def _keep_recipe_dtype(world: World) -> Iterator[None]:
     The recipe's `dtype` decides here, as it does under DDP. The compute dtype is in the plugin's policy.
     """
     state = world.accelerator.state
-    before, state._mixed_precision = state._mixed_precision, "no"
+    before = state._mixed_precision
+    state._mixed_precision = "no"
     try:
         yield
     finally:

@@ -71,11 +71,15 @@ class Pipeline:
 
     def __init__(self, model: Any, layers: Sequence[nn.Module], world: World) -> None:
         assert world.mesh is not None
-        self.group, self.device = world.mesh[PIPELINE].get_group(), world.device
+        self.group = world.mesh[PIPELINE].get_group()
+        self.device = world.device
         self.rank, self.size, ranks = self.group.rank(), self.group.size(), dist.get_process_group_ranks(self.group)
-        self._before, self._after = ranks[self.rank - 1], ranks[(self.rank + 1) % self.size]
-        self._first_rank, self._last_rank = ranks[0], ranks[-1]
-        self._trunk, self._head = trunk_of(model), model.get_output_embeddings()
+        self._before = ranks[self.rank - 1]
+        self._after = ranks[(self.rank + 1) % self.size]
+        self._first_rank = ranks[0]
+        self._last_rank = ranks[-1]
+        self._trunk = trunk_of(model)
+        self._head = model.get_output_embeddings()
         self._embedding = model.get_input_embeddings()
         costs = [_count_multiplied(layer) for layer in layers]
         costs[-1] += _count_multiplied(self._head)
@@ -103,7 +107,9 @@ class Pipeline:
 
         Returns the names of this rank's parameters that the first rank has as well.
         """
-        embedding, head, is_last = self._embedding, self._head, self.rank == self.size - 1
+        embedding = self._embedding
+        head = self._head
+        is_last = self.rank == self.size - 1
         is_copy = embedding.weight is head.weight and is_last
         names = frozenset(name for name, p in model.named_parameters() if p is embedding.weight and is_copy)
         ends = [part for part in self._trunk.children() if not isinstance(part, nn.ModuleList | type(embedding))]
@@ -209,7 +215,8 @@ class Pipeline:
             hidden = forward(index)
             return hidden if auxiliary is None else _AddedLoss.apply(hidden, auxiliary())  # type: ignore[no-untyped-call]
 
-        self._compute, self._sizes = compute, sizes
+        self._compute = compute
+        self._sizes = sizes
         capacity = max(rows * tokens for rows, tokens in sizes) * self._width
         if self._schedule is None or self._schedule[0][0] != len(sizes) or self._schedule[0][1] < capacity:
             # Buffers have one size, for which the largest so far is taken: to make them again takes messages.
@@ -260,12 +267,14 @@ class Pipeline:
     @contextmanager
     def _computing(self, chunk: int, hidden: Tensor | None) -> Iterator[None]:
         over_all = self._trunk._modules[self._name]
-        self._chunk, self._received = chunk, hidden
+        self._chunk = chunk
+        self._received = hidden
         self._trunk._modules[self._name] = self._lists[chunk]
         try:
             yield
         finally:
-            self._chunk, self._received = None, None
+            self._chunk = None
+            self._received = None
             self._trunk._modules[self._name] = over_all
 
     def sum_copied_gradients(self) -> None:
@@ -325,7 +334,10 @@ class _Elsewhere(nn.Module):
 
     def __init__(self, pipeline: Pipeline, index: int, *, sends: bool = False, receives: bool = False) -> None:
         super().__init__()
-        self._pipeline, self._index, self._sends, self._receives = pipeline, index, sends, receives
+        self._pipeline = pipeline
+        self._index = index
+        self._sends = sends
+        self._receives = receives
 
     def forward(self, hidden: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Tensor:
         if past_key_values is not None:  # generation asks the cache of any layer how many tokens it holds

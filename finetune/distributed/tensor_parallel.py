@@ -84,7 +84,8 @@ def divide_matrices(model: Any, world: World) -> None:
         return
     _check_plan(model, f"{world.sharding.source}: {describe_sizes(world.sharding.mesh_sizes or {})}")
     assert world.mesh is not None
-    mesh, tied = world.mesh[TENSOR], model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    mesh = world.mesh[TENSOR]
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     plan = {f"{model.base_model_prefix}.{pattern}": style for pattern, style in model.config.base_model_tp_plan.items()}
     patterns = {name: re.sub(r"\.\d+\.", ".*.", name) for name, _ in model.named_modules()}
     styles = {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
@@ -95,7 +96,8 @@ def divide_matrices(model: Any, world: World) -> None:
         hook = partial(_enter, group=mesh.get_group())
         model.get_submodule(parent).register_forward_pre_hook(hook, with_kwargs=True)
     parallelize_module(model, mesh, _torch_styles(model, styles), src_data_rank=None)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     parallelize_module(embedding, mesh, _VocabularyParallel(input_layouts=Replicate()), src_data_rank=None)
     for name, parameter in list(head.named_parameters()):
         divided = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
@@ -108,7 +110,8 @@ def _check_plan(model: Any, where: str) -> None:
     if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
         raise UserError(f"{where}: tensor parallelism needs a newer torch than {torch.__version__}; 2.13 is tested")
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    kind, of_heads = model.config.model_type, plan.get("layers.*.self_attn.q_proj") == "colwise"
+    kind = model.config.model_type
+    of_heads = plan.get("layers.*.self_attn.q_proj") == "colwise"
     norms = {name.rpartition(".")[2] for name, _ in model.named_modules()} & {"q_norm", "k_norm"} if of_heads else set()
     unplanned = [name for name in sorted(norms) if plan.get(f"layers.*.self_attn.{name}") != GRADIENT_STYLE]
     unknown = sorted({style for name, style in plan.items() if name != "embed_tokens"} - {*STYLES, GRADIENT_STYLE})

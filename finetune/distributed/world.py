@@ -25,10 +25,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # The dimensions of the meshes.
-PIPELINE, REPLICATE, FSDP, TENSOR = "pp", "dp_replicate", "fsdp", "tp"
+PIPELINE = "pp"
+REPLICATE = "dp_replicate"
+FSDP = "fsdp"
+TENSOR = "tp"
 STAGE = "stage"  # of a pipeline: the ranks with the same layers, which the last three divide
-BATCH, SEQUENCE = "batch", "sp"
-EXPERT_SHARD, EXPERT = "expert_shard", "expert"
+BATCH = "batch"
+SEQUENCE = "sp"
+EXPERT_SHARD = "expert_shard"
+EXPERT = "expert"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +119,10 @@ class World:
     @property
     def data_parallel(self) -> DataParallelRank:
         """This rank among those with rows of their own; the ranks of a sequence or tensor group count as one."""
-        sequence, shared = self.sharding.sequence_parallel_size, self.sharding.ranks_per_row
-        rank, size = self.stage_rank // shared, self.stage_size // shared
+        sequence = self.sharding.sequence_parallel_size
+        shared = self.sharding.ranks_per_row
+        rank = self.stage_rank // shared
+        size = self.stage_size // shared
         part = self.tensor_group_index % sequence
         return DataParallelRank(rank, size, self.local_rank, self.device, part, sequence)
 
@@ -154,7 +161,8 @@ class World:
 
     def sum_over_groups(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `sum`, with ranks that know the same `tensor` (a tensor parallel group, a pipeline) counted once."""
-        summed, copies = self.sum(tensor), self.size // self.tensor_group_count
+        summed = self.sum(tensor)
+        copies = self.size // self.tensor_group_count
         return summed if copies == 1 else summed.div_(copies)
 
     def any(self, flag: bool) -> bool:
@@ -186,7 +194,8 @@ class RankGroup:
         Where it raises `OSError` or `UserError` on one rank, every rank raises the same `UserError`; anything else is a
         fault of the program, which is raised as it is where it happens.
         """
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = action()
         except Exception as failure:  # the other ranks must learn of it first, since they wait for this one

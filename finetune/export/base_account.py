@@ -61,7 +61,8 @@ def account_for_base(source: Source, target: TargetModel, formats: Collection[st
     account, reason = _open_base(source, target)
     if account.carried and not {"safetensors", COMPRESSED} & set(formats):
         account = _leave_out(account, "as GGUF has no place for it")
-    class_name, config = target.class_name, target.config_json
+    class_name = target.class_name
+    config = target.config_json
     sentences = list(account.sentences)
     if account.carried:
         sentences.append(describe_carried(account.carried, class_name))

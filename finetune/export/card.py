@@ -201,7 +201,8 @@ def _data(source: Source) -> str:
     kinds = (("datasets", "sources", "training"), ("eval_datasets", "eval_sources", "held out"))
     rows = []
     for key, report_key, use in kinds:
-        entries, reported = _entries(source.recipe, key), report.get(report_key)
+        entries = _entries(source.recipe, key)
+        reported = report.get(report_key)
         for number, entry in enumerate(entries):
             of_entry = reported[number] if isinstance(reported, list) and len(reported) == len(entries) else {}
             rows.append((use, *_data_cells(entry, of_entry if isinstance(of_entry, dict) else {})))
@@ -226,7 +227,8 @@ def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[
 
 
 def _recipe_rows(source: Source) -> list[tuple[str, str]]:
-    recipe, bits = source.recipe, source.quantization.bits
+    recipe = source.recipe
+    bits = source.quantization.bits
     shown = [key for key in RECIPE_KEYS if recipe.get("use_peft") or key == "use_peft" or key not in keys_of(Lora)]
     shown += [key for key in keys_of(Quantization) if f"{bits}bit" in key]
     values = {key: recipe[key] for key in shown if recipe.get(key) not in (None, [], {})}

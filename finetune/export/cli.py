@@ -18,7 +18,8 @@ M_ARENA_MAX = -8  # of glibc's malloc.h
 
 def export_command(arguments: argparse.Namespace) -> int:
     """Exports `arguments.source` to `arguments.output`. Returns 0, or 1 if complete but not pushed."""
-    source, output = Path(arguments.source), Path(arguments.output)
+    source = Path(arguments.source)
+    output = Path(arguments.output)
     options = ExportOptions(
         dtype=arguments.dtype,
         max_shard_size=arguments.max_shard_size,

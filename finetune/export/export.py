@@ -136,7 +136,8 @@ def export_source(
         check_disk_space(folder, weights.byte_count * is_folder + sum(plan.byte_count for plan in plans))
         write_metadata(folder, source, target, weights, title, options)
         is_proven = options.verify and bool(weights.model)
-        trusted, said = options.trust_remote_code, list[str]()
+        trusted = options.trust_remote_code
+        said = list[str]()
         with start_logits(source, target, weights, trusted) if is_proven else nullcontext() as logits:
             if is_folder:
                 make_files(folder, weights)
@@ -169,7 +170,8 @@ def _find_commands(
     if opened:
         folder = output / COMPRESSED if "safetensors" not in opened and not is_alone(COMPRESSED, options) else output
         config = target.config_json
-        family, rope = find_family(str(config.get("model_type"))), config.get("rope_parameters") or {}
+        family = find_family(str(config.get("model_type")))
+        rope = config.get("rope_parameters") or {}
         commands |= use_model(
             folder,
             has_template=has_chat_template(source.description),

@@ -19,7 +19,8 @@ from finetune.errors import UserError, first_line, on_one_line
 from finetune.export.target import prefetch, row_blocks
 from finetune.models.load import build_on_meta
 
-ROWS, TOKENS = 2, 16
+ROWS = 2
+TOKENS = 16
 # (name, start, stop) -> rows of a parameter or saved buffer; a scalar has one row, itself.
 Rows = Callable[[str, int, int], torch.Tensor]
 RoundInputs = Callable[[str, torch.Tensor], torch.Tensor]  # (layer, its inputs) -> what it multiplies
@@ -102,7 +103,8 @@ class _StoredParameters(dict[str, nn.Parameter | None]):
 
     def __init__(self, on_meta: Mapping[str, nn.Parameter | None], prefix: str, read: _Reader) -> None:
         super().__init__(on_meta)
-        self.prefix, self.read = prefix, read
+        self.prefix = prefix
+        self.read = read
 
     def __getitem__(self, attribute: str) -> Any:
         on_meta = super().__getitem__(attribute)
@@ -121,7 +123,8 @@ class _EachExpert:
     """A parameter that is indexed by the number of an expert, and by nothing else."""
 
     def __init__(self, name: str, rows: Rows) -> None:
-        self.name, self.rows = name, rows
+        self.name = name
+        self.rows = rows
 
     def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
         return self.rows(self.name, int(expert), int(expert) + 1)[0].float()
@@ -188,7 +191,9 @@ def _read_whole(name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-VOCABULARY, INTERMEDIATE_SIZE, EXPERTS = 64, 256, 32  # of the twin: what is plain in every family need not be wide
+VOCABULARY = 64
+INTERMEDIATE_SIZE = 256
+EXPERTS = 32  # of the twin: what is plain in every family need not be wide
 MAX_PARAMETERS = 1 << 30  # of the twin, 4 GiB of float32; a larger one is not checked
 LARGEST_DIFFERENCE = 1e-4  # ‖streamed − own‖ / ‖own‖ that the order of float32 sums explains
 
@@ -257,7 +262,8 @@ def _text_parts(model: Any) -> list[nn.Module]:
 def _cut(config: Any) -> Any:
     """`config` with one decoder layer of each kind, two at least, and small sizes where the family does not matter."""
     whole = copy.deepcopy(config)
-    config, smaller = text_config_of(config), text_config_of(whole)
+    config = text_config_of(config)
+    smaller = text_config_of(whole)
     depth = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or ())
     kept = sorted({0, min(1, depth - 1), *(kinds.index(kind) for kind in set(kinds))})

@@ -26,7 +26,8 @@ from finetune.models.head_factors import measure_head_factors
 
 ROWS_FILE = "comparison_rows.json"  # in the run's folder
 ROW_TOKENS = 1024  # of a row, at most
-MAX_TOKENS, MIN_TOKENS = 4096, 256  # of all rows, padding included
+MAX_TOKENS = 4096
+MIN_TOKENS = 256  # of all rows, padding included
 # Three models are computed on a CPU, in float32: for a large one fewer rows are taken, so that it ends in minutes.
 FLOP_BUDGET = 25e12  # of one of them
 
@@ -90,7 +91,8 @@ Row = tuple[Any, Any]  # ids and labels, of one length
 
 def _take_within(rows: Iterable[Row], tokens: int) -> list[Row]:
     """The first of `rows`, one at least, as many as have at most `tokens` together when they are padded."""
-    taken, longest = list[Row](), 0
+    taken = list[Row]()
+    longest = 0
     for row in rows:
         longest = max(longest, len(row[0]))
         if taken and (len(taken) + 1) * longest > tokens:
@@ -132,7 +134,8 @@ def measure_merges(
     The trained one computes W x + B A x as (W + B A) x in float32, W dequantized to the compute dtype; the merged ones
     are rounded to `dtype`, in which they are written. A base that is stored quantized has no original.
     """
-    stored, read_dequantized = find_stored(source, target), make_dequantizer(source)
+    stored = find_stored(source, target)
+    read_dequantized = make_dequantizer(source)
     variants = {TRAINED: plan_values(source, target, stored, torch.float32, "dequantized", read_dequantized)}
     if not source.quantized:
         variants["original"] = plan_values(source, target, stored, dtype, "original")
@@ -155,11 +158,13 @@ def measure(
     round_inputs: of each variant, what is done to the inputs of linear layers; none: nothing.
     """
     plain: Any = model
-    count, factors = len(variants), measure_head_factors(plain)
+    count = len(variants)
+    factors = measure_head_factors(plain)
     chunk = max(1, loss_chunk_tokens(plain.config.get_text_config().vocab_size, "cpu") // count)
     real = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).flatten()
     labels = rows.labels.flatten()[real]
-    losses, differences = torch.zeros(count, dtype=torch.float64), torch.zeros(count)
+    losses = torch.zeros(count, dtype=torch.float64)
+    differences = torch.zeros(count)
     divergences = torch.zeros(count, dtype=torch.float64)
     inputs = {"input_ids": rows.input_ids}
     if depends_on_length(model):  # a row ends at its largest position; what pads it stays there
@@ -214,7 +219,8 @@ def choose_merge(
             "--base-model"
         )
     model: Any = target.model
-    parameters, vocabulary = sum(p.numel() for p in model.parameters()), model.config.get_text_config().vocab_size
+    parameters = sum(p.numel() for p in model.parameters())
+    vocabulary = model.config.get_text_config().vocab_size
     rows = read_comparison_rows(source.run, parameters, vocabulary)
     if rows is None or not can_be_measured(source, target) or (options.merge_onto and not options.verify):
         onto = options.merge_onto or "dequantized"

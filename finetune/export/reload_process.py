@@ -65,7 +65,8 @@ def start_reload() -> Iterator[ReloadProcess]:
     with TemporaryDirectory() as temporary:
         results = Path(temporary) / "results.safetensors"
         command = [sys.executable, "-m", "finetune.export.verify", str(results)]
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        pipe = subprocess.PIPE
+        null = subprocess.DEVNULL
         with subprocess.Popen(command, env=_environment(), stdin=pipe, stdout=null, stderr=pipe, text=True) as process:
             try:
                 yield ReloadProcess(process, results)

@@ -65,7 +65,8 @@ class Archive:
     """The zip archive that `torch.save` wrote into some part of a file."""
 
     def __init__(self, file: MappedFile, begin: int, length: int, where: str) -> None:
-        self.begin, self._where = begin, where
+        self.begin = begin
+        self._where = where
         end = min(begin + length, file.size)
         self._bytes = _Section(file.view[begin:end])
         self._storage = file.storage[min(begin, end) : end]
@@ -127,7 +128,8 @@ class _Section(io.RawIOBase):
     """Bytes in memory as a file, not copied."""
 
     def __init__(self, content: memoryview) -> None:
-        self._content, self._position = content, 0
+        self._content = content
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -357,8 +359,11 @@ def _attributes(value: Any) -> Mapping[str, Any]:
 
 def _dcp_part(folder: Path, index: Mapping[str, Any], info: Mapping[str, Any], opened: dict[Path, MappedFile]) -> Place:
     """A tensor's part in a .distcp file: a small torch file of its own between two offsets."""
-    where, offsets = folder / METADATA, index["offset"]
-    name, file_name, place = index.get("fqn"), info.get("relative_path"), (info.get("offset"), info.get("length"))
+    where = folder / METADATA
+    offsets = index["offset"]
+    name = index.get("fqn")
+    file_name = info.get("relative_path")
+    place = (info.get("offset"), info.get("length"))
     if not isinstance(name, str) or not isinstance(file_name, str):
         raise UserError(f"{where}: an entry without a name or a file")
     if Path(file_name).name != file_name or not file_name.isprintable():

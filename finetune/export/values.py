@@ -107,7 +107,8 @@ def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float,
     ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
     for problem in filter(None, map(find_problem, (*ranks, *alphas))):
         raise UserError(f"{where}: {problem}")
-    rank, alpha = find_value(module, ranks, config["r"]), find_value(module, alphas, config["lora_alpha"])
+    rank = find_value(module, ranks, config["r"])
+    alpha = find_value(module, alphas, config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), rank
 
 
@@ -127,7 +128,9 @@ def _parameter_update(adapter: Adapter, module: str, parameter: AdaptedParameter
     if len(parameter.shape) == 2:
         return _linear_update(adapter, module, parameter.name, where)
     a, b, scale, rank = _factors(adapter, module, parameter.name, where, pairs=parameter.shape[0])
-    experts, last, inner = parameter.shape[0], a.shape[1], b.shape[0]
+    experts = parameter.shape[0]
+    last = a.shape[1]
+    inner = b.shape[0]
     shape = (experts, last, inner) if parameter.is_transposed else (experts, inner, last)
 
     def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
@@ -154,7 +157,8 @@ def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) 
         raise UserError(f"{where}: {name}: has the shape {list(magnitude.shape)}, but B has {b.shape[0]} rows")
 
     def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
-        rows, columns = slices[:1], slices[1:]
+        rows = slices[:1]
+        columns = slices[1:]
         weight = weight + (read_slice(b, rows).float() @ read_slice(a, (slice(None), *columns)).float()) * scale
         if magnitude is None:
             return weight
@@ -194,7 +198,8 @@ def _replacement(tensor: StoredTensor, name: str) -> WeightUpdate:
 
 def _repeats(adapter: Adapter, name: str, first: str) -> bool:
     """Whether an adapter holds a tied tensor under its second `name` too, with the values of the `first`."""
-    second, original = adapter.tensors.get(name), adapter.tensors.get(first)
+    second = adapter.tensors.get(name)
+    original = adapter.tensors.get(first)
     return second is not None and original is not None and torch.equal(read(second), read(original))
 
 
@@ -205,7 +210,8 @@ def _factors(
     a, b = (f"{module}.{kind.format(letter)}" for letter in "AB")
     if b not in adapter.tensors:
         raise UserError(f"{where}: {b}: missing, although {a} exists")
-    one, other = adapter.tensors[a], adapter.tensors[b]
+    one = adapter.tensors[a]
+    other = adapter.tensors[b]
     # peft's patterns name a module; where target_parameters names the parameter, that.
     is_parameter = any(f".{weight}".endswith(f".{target}") for target in adapter.config.get("target_parameters") or ())
     scale, rank = scale_of(adapter.config, weight if is_parameter else module, where)
@@ -254,7 +260,8 @@ def _find_of_base(source: Source, target: TargetModel, stored: Mapping[str, Stor
     found = {name: base[name] for name in target.beside & base.keys() if base[name].shape == stored[name].shape}
 
     def is_same(name: str) -> bool:
-        one, other = found[name], stored[name]
+        one = found[name]
+        other = stored[name]
         return all(torch.equal(read_rows(one, *b).to(other.dtype), read_rows(other, *b)) for b in row_blocks(one.shape))
 
     return {name: tensor for name, tensor in found.items() if is_same(name)}

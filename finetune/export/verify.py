@@ -59,13 +59,16 @@ class WrittenFiles:
 
     def __init__(self, folder: Path, files: tuple[str, ...], wait: Wait = lambda _file, _end: None) -> None:
         """Reads the headers, which the files must hold. Raises `UserError` where one is wrong, or two hold one name."""
-        self._folder, self._wait, self._lock = folder, wait, Lock()
+        self._folder = folder
+        self._wait = wait
+        self._lock = Lock()
         self.entries: dict[str, tuple[str, HeaderEntry]] = {}
         for file in files:
             for entry in sorted(read_header(folder / file), key=lambda entry: entry.begin):
                 self.entries[entry.name] = (file, entry)
         self._opened: Any = None
-        self._opened_file, self._mapped_bytes = "", 0
+        self._opened_file = ""
+        self._mapped_bytes = 0
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -88,7 +91,9 @@ class WrittenFiles:
     def close(self) -> None:
         if self._opened is not None:
             self._opened.__exit__(None, None, None)
-        self._opened, self._opened_file, self._mapped_bytes = None, "", 0
+        self._opened = None
+        self._opened_file = ""
+        self._mapped_bytes = 0
 
 
 def read_digests(files: WrittenFiles, advance: Callable[[int], object] = lambda _: None) -> dict[str, str]:
@@ -144,7 +149,8 @@ def start_verification(
         yield ignore, verify_adapter
     else:
         assert logits is not None
-        files, trust_remote_code = [shard.name for shard in weights.shards], options.trust_remote_code
+        files = [shard.name for shard in weights.shards]
+        trust_remote_code = options.trust_remote_code
         with nullcontext(reload) if reload is not None else start_reload() as process:
             process.open_folder(folder, files, trust_remote_code=trust_remote_code)
 
@@ -190,7 +196,10 @@ def start_logits(
     is_dequantized = weights.merge is not None and weights.merge.onto == "dequantized"
     quantized = find_quantized(source, target) if is_dequantized else frozenset()
     read_dequantized = make_dequantizer(source)
-    model, adapter, ended, merged = target.model, source.adapter, Event(), dict[str, WeightUpdate]()
+    model = target.model
+    adapter = source.adapter
+    ended = Event()
+    merged = dict[str, WeightUpdate]()
     if adapter is not None:
         other = describe_target(source.description, trust_remote_code=trust_remote_code)
         merged = find_parameter_updates(adapter, target, str(source.path))
@@ -271,7 +280,8 @@ def main(arguments: list[str]) -> int:
     if not line:
         return 1  # the parent has gone
     given = json.loads(line)
-    folder, trust_remote_code = Path(given["folder"]), given["trust_remote_code"]
+    folder = Path(given["folder"])
+    trust_remote_code = given["trust_remote_code"]
     try:
         progress = DiskProgress(folder, given["files"])
         progress.follow(sys.stdin)

@@ -78,7 +78,8 @@ def fill_file(
 
     with path.open("r+b", buffering=0) as file, ThreadPoolExecutor(max_workers=1) as pool:
         file.seek(position)
-        synced, waiting = 0, list[Future[None]]()
+        synced = 0
+        waiting = list[Future[None]]()
         for chunk in chunks:
             view = memoryview(chunk).cast("B")
             position += len(view)
@@ -163,7 +164,8 @@ def plan_weights(
     """
     if source.adapter is None and not options.model:
         raise UserError(f"{source.path}: holds no adapter; omit --adapter-only")
-    where, dtype = str(source.path), choose_written_dtype(source, target, options)
+    where = str(source.path)
+    dtype = choose_written_dtype(source, target, options)
     adapter = None
     if source.adapter is not None and options.adapter:
         adapter = _plan_adapter(source.adapter, target, where, options)
@@ -171,7 +173,8 @@ def plan_weights(
         return Weights((), adapter, dtype, {})
     stored = find_stored(source, target)
     is_asked = bool(options.dtype or source.recipe.get("export_dtype"))
-    onto, read_dequantized = merge.onto if merge else "original", make_dequantizer(source)
+    onto = merge.onto if merge else "original"
+    read_dequantized = make_dequantizer(source)
     planned = plan_values(source, target, stored, dtype, onto, read_dequantized, is_asked=is_asked)
     quantized = find_quantized(source, target) if onto == "dequantized" else frozenset[str]()
 
@@ -201,7 +204,8 @@ def _plan_files(
         return box.read((slice(start, stop),), read)
 
     for name, box in target.files.items():
-        first, parameters = box.parts[0].name, {part.name for part in box.parts}
+        first = box.parts[0].name
+        parameters = {part.name for part in box.parts}
         if box.parts == Box.whole(first, target.shapes[first]).parts:
             yield replace(planned[first], name=name)
         elif parameters & source.quantized.keys() or any(

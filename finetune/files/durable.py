@@ -32,7 +32,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, ob
 
     Raises `FileExistsError` for a file that exists, and any other `OSError` as it comes (a full disk, say).
     """
-    digest, size = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
+    size = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for whole in chunks:
@@ -90,7 +91,8 @@ def _remove_leftovers(target: Path) -> None:
 
 def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> dict[str, object]:
     """The `size` and checksum of a file, as `write_file` returns them. Calls `advance` with the bytes read."""
-    digest, size = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
+    size = 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)

@@ -131,7 +131,8 @@ def parse_json(text: bytes | str, *, is_strict: bool = False) -> Any:
         value = json.loads(text, parse_int=read_integer, object_pairs_hook=_make_unique if is_strict else None)
     except RecursionError:
         raise ValueError("nested too deep") from None
-    level, depth = [value] if isinstance(value, list | dict) else [], 0
+    level = [value] if isinstance(value, list | dict) else []
+    depth = 0
     while level and text.count("[") + text.count("{") > MAX_DEPTH:
         inside = (outer.values() if isinstance(outer, dict) else outer for outer in level)
         level = [inner for values in inside for inner in values if isinstance(inner, list | dict)]

@@ -176,7 +176,8 @@ def _without_local_base(path: Path, log: Callable[[str], object]) -> Path | byte
 
 
 MAX_ANSWER_BYTES = 64 << 20  # of a server's answer; a completion of 100,000 tokens takes a tenth of it
-UNAVAILABLE, FIRST_ERROR = 503, 400
+UNAVAILABLE = 503
+FIRST_ERROR = 400
 WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before a server that is not available is asked again
 
 

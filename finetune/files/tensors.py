@@ -209,7 +209,8 @@ def _read_bytes(descriptor: int, position: int, result: torch.Tensor) -> None:
         count = os.preadv(descriptor, [view], position)  # at most 2 GiB at a time
         if count == 0:
             raise EOFError
-        view, position = view[count:], position + count
+        view = view[count:]
+        position = position + count
 
 
 def _intersection(one: Box, other: Box) -> Box | None:
@@ -373,7 +374,9 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[
         wrong("no dtype, shape and data_offsets")
     if len(name) > NAME_LIMIT or not name.isprintable():
         wrong("not a tensor name")
-    dtype, shape, ends = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    dtype = entry.get("dtype")
+    shape = entry.get("shape")
+    ends = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         wrong(f"dtype {json.dumps(dtype)[:80]} is not one that torch knows")
     if not _are_counts(shape) or len(shape) > DIMENSIONS_LIMIT:
@@ -393,7 +396,8 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
 
 def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int) -> None:
     """The tensors must fill the bytes from `start` to `size` without overlap or gap, as the format demands."""
-    position, previous = start, "the header"
+    position = start
+    previous = "the header"
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.end > size:
             raise UserError(
@@ -403,7 +407,8 @@ def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int)
         if entry.begin != position:
             what = "overlaps" if entry.begin < position else "leaves a gap after"
             raise UserError(f"{path}: {entry.name}: {what} {previous}; the file is damaged, or no safetensors file")
-        position, previous = entry.end, entry.name
+        position = entry.end
+        previous = entry.name
     if position != size:
         raise UserError(
             f"{path}: {size - position:,} bytes after its last tensor belong to no tensor; the file is damaged"

@@ -153,7 +153,8 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
         self.text = ""
-        self._tokenizer, self._write = tokenizer, write
+        self._tokenizer = tokenizer
+        self._write = write
         self._ids: list[int] | None = None  # None: what comes first is the prompt
 
     def put(self, value: torch.Tensor) -> None:
@@ -330,7 +331,8 @@ def read_turn() -> str | None:
             print()
             if interrupted:
                 return None
-            interrupted, lines = True, []
+            interrupted = True
+            lines = []
             print_styled("Ctrl-D or /exit ends the conversation", "dim")
             continue
         interrupted = False

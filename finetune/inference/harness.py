@@ -41,7 +41,8 @@ def evaluate_models(
     manager = make_task_manager(options)
     model = load_inference_model(reference, load_options, log)
     log(f"model   {model.name} on {model.model.device}")
-    trained, before = measure(model, options, manager), None
+    trained = measure(model, options, manager)
+    before = None
     if base is not None:
         other = load_base(model, base, load_options, log)
         log(f"beside  {other.name}")

@@ -235,8 +235,10 @@ def compare(model: InferenceModel, server: Server, conversation: Conversation, m
     """Asks both, as a text and, where the model has a chat template, as a conversation. Prints what was found."""
     ours = _ask_transformers(model, conversation, max_tokens)
     answer = server.complete(ours.prompt, max_tokens)
-    text, given = str(answer.get("text") or ""), (answer.get("logprobs") or {}).get("token_logprobs") or []
-    parted, is_tie = _find_parting(model, ours, text), False
+    text = str(answer.get("text") or "")
+    given = (answer.get("logprobs") or {}).get("token_logprobs") or []
+    parted = _find_parting(model, ours, text)
+    is_tie = False
     alike = len(ours.tokens) if parted is None else parted
     pairs = zip(ours.logprobs[:alike], given[:alike], strict=False)
     difference = max((abs(one - other) for one, other in pairs if other is not None), default=float("nan"))

@@ -142,7 +142,8 @@ def init_command(options: argparse.Namespace) -> int:
         "Data, a file, a folder or a hub name",
         read=lambda path: _read_data(path, options, model),
     )
-    method, trained = _choose_method(options, data), _choose_trained(options)
+    method = _choose_method(options, data)
+    trained = _choose_trained(options)
     hardware = _find_hardware(options)
     output = require(
         options.output,
@@ -261,9 +262,11 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
         from finetune.data.tokenizer import load_tokenizer  # imports transformers
 
         tokenizer = load_tokenizer(recipe.model, recipe.data)
-        stats, rows = SourceStats(), data.sample
+        stats = SourceStats()
+        rows = data.sample
         batch = RowBatch(data.source.origin, tuple(range(1, len(rows) + 1)), rows)
-        keys, kind = replace(recipe.data, on_bad_row="skip"), recipe.method_facts.rows
+        keys = replace(recipe.data, on_bad_row="skip")
+        kind = recipe.method_facts.rows
         for _ in tokenize_rows([(recipe.data.datasets[0], batch)], keys, tokenizer, stats, kind):
             pass
     except UserError as error:
@@ -408,16 +411,19 @@ def _find_hardware(options: argparse.Namespace) -> Hardware:
     found = find_gpus() if options.gpus is None or options.gpu_memory is None else None
     count = str(found.gpus if found else 0)
     gpus = require(options.gpus, "--gpus", "GPUs for the run (0: the CPU)", count, read=_read_count)
-    here, own = f"{psutil.virtual_memory().total // MIB}MiB", f"{shutil.disk_usage(Path()).free // MIB}MiB"
+    here = f"{psutil.virtual_memory().total // MIB}MiB"
+    own = f"{shutil.disk_usage(Path()).free // MIB}MiB"
     read_host, read_disk = (partial(_read_memory, flag) for flag in ("--host-memory", "--disk"))
     host = None if options.host_memory is None else read_host(options.host_memory)
     disk = None if options.disk is None else read_disk(options.disk)
     if gpus == 0:
         return Hardware(0, host or here, host or here, disk or own)
-    default, asked = found.memory if found else "80GiB", "Memory of each GPU"
+    default = found.memory if found else "80GiB"
+    asked = "Memory of each GPU"
     memory = require(options.gpu_memory, "--gpu-memory", asked, default, read=partial(_read_memory, "--gpu-memory"))
     if found is not None and (gpus, memory) == (found.gpus, found.memory):
-        host, disk = host or here, disk or own
+        host = host or here
+        disk = disk or own
     return Hardware(gpus, memory, host, disk)
 
 
@@ -469,7 +475,8 @@ def _summary(output: str, fit: Fit, hardware: Hardware, found: Sequence[str], te
     """What was written, what was found, and the commands that come next; none that trains what is fatal."""
     what = {"full": "all parameters", "lora": "adapters (LoRA)", "qlora": "adapters (QLoRA)"}[fit.trained]
     what += f" by {fit.keys['method']}" if "method" in fit.keys else ""
-    room, uncounted = hardware.room, fit.plan.spec.uncounted
+    room = hardware.room
+    uncounted = fit.plan.spec.uncounted
     verdict = f"fits {hardware.words}:" if room.is_known and not uncounted else "requires"
     without = ", without activations, which are not counted" if uncounted else ""
     yield f"wrote   {output}: trains {what}"

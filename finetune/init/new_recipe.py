@@ -323,7 +323,9 @@ def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> tupl
 
 
 COMMENT_COLUMN = 40
-MIN_LENGTH, MAX_LENGTH, TEXT_LENGTH = 512, 8192, 2048  # tokens
+MIN_LENGTH = 512
+MAX_LENGTH = 8192
+TEXT_LENGTH = 2048  # tokens
 WRITTEN = ("accelerate_config", "global_batch_size", "max_length", "per_device_train_batch_size")  # whatever is changed
 
 

@@ -145,7 +145,8 @@ def _attend_across_ranks(
     there are more ranks than heads, from these tokens to the keys of the whole row."""
     if not divides_heads(query.shape[1], group.size()):
         first = group.rank() * query.shape[2]
-        key, value = gather_keys(key, group), gather_keys(value, group)
+        key = gather_keys(key, group)
+        value = gather_keys(value, group)
         return attend_from(query, key, value, first, documents, options).to(dtype)
     query, key, value = trade_tokens_for_heads(query, key, value, group)
     if options.sinks is not None:

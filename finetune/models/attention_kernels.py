@@ -137,7 +137,8 @@ def make_block_mask(first: Tensor) -> BlockMask:
     def is_visible(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (first[query] <= key) & (key <= query)
 
-    partial, full = _list_blocks(is_seen & ~is_full), _list_blocks(is_full)
+    partial = _list_blocks(is_seen & ~is_full)
+    full = _list_blocks(is_full)
     return BlockMask.from_kv_blocks(
         *partial, *full, BLOCK_SIZE=BLOCK_TOKENS, mask_mod=is_visible, seq_lengths=(tokens, tokens)
     )
@@ -215,9 +216,11 @@ def attend_documents(
         else:
             parts = zip(*(torch.split(each, chunk, dim=2) for each in (query, key, value)), strict=True)
             return torch.cat([attend_documents(q, k, v, documents, options) for q, k, v in parts], dim=1)
-    of_keys, continued = None, documents.continued
+    of_keys = None
+    continued = documents.continued
     if continued is not None:
-        key, value = repeat_continued(key, documents), repeat_continued(value, documents)
+        key = repeat_continued(key, documents)
+        value = repeat_continued(value, documents)
         of_keys = continued.boundaries, continued.longest
     if documents.images is None and _can_use_varlen(query, value, options):
         return _attend_varlen(query, key, value, documents.boundaries, documents.longest, options, of_keys)
@@ -248,8 +251,11 @@ def attend_from(
     if len(query) > 1:  # each row is one document
         rows = zip(query.split(1), key.split(1), value.split(1), strict=True)  # type: ignore[no-untyped-call]
         return torch.cat([attend_from(*row, first, documents, options) for row in rows])
-    chunk, options = options.chunk, options._replace(chunk=None)
-    row, end, boundaries = key.shape[2], first + query.shape[2], documents.boundaries
+    chunk = options.chunk
+    options = options._replace(chunk=None)
+    row = key.shape[2]
+    end = first + query.shape[2]
+    boundaries = documents.boundaries
     if boundaries is None:
         boundaries = torch.arange(0, row + row, row, dtype=torch.int32, device=query.device)
         documents = RowDocuments(boundaries, row, (row,))
@@ -259,7 +265,8 @@ def attend_from(
     spans = [(last - length, last) for length, last in zip(lengths, accumulate(lengths), strict=True)]
     seen = [place for place, (start, last) in enumerate(spans) if start < end and last > first]
     spans = [(start, min(last, end)) for start, last in spans[seen[0] : seen[-1] + 1]]
-    queries, keys = [last - max(start, first) for start, last in spans], [last - start for start, last in spans]
+    queries = [last - max(start, first) for start, last in spans]
+    keys = [last - start for start, last in spans]
     key, value = (each[:, :, spans[0][0] : end] for each in (key, value))
     if _can_use_varlen(query, value, options):
         assert documents.boundaries is not None
@@ -364,7 +371,8 @@ def _attend_causally(
 ) -> Tensor:
     """Causal attention over whole rows, but an image's tokens see each other. query: [rows, heads, tokens, size], the
     last of as many tokens as there are keys."""
-    tokens, keys = query.shape[2], key.shape[2]
+    tokens = query.shape[2]
+    keys = key.shape[2]
     windowed = options.window is not None and options.window < keys
     if options.is_fusible and not windowed and images is None and tokens == keys:
         return F.scaled_dot_product_attention(

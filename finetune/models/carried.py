@@ -24,14 +24,16 @@ NAMED_PATTERNS = 4  # in a sentence; more are named by the modules above them
 def find_carried(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors that an export of `model` carries over. `stored`: of `convert_to_parameters`, in which they keep the
     names of the files."""
-    places, may_carry = model.state_dict().keys(), carries(model)
+    places = model.state_dict().keys()
+    may_carry = carries(model)
     return {name: tensor for name, tensor in stored.items() if name not in places and may_carry(name)}
 
 
 def carries(model: Any) -> Callable[[str], bool]:
     """Whether a tensor in the files that has no place in `model` is carried over: by its name. Others are an error."""
     left_out = "|".join((*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *CONSTANTS))
-    pattern, is_predicting = re.compile(left_out), predicts(model)
+    pattern = re.compile(left_out)
+    is_predicting = predicts(model)
     return lambda name: pattern.search(name) is not None or is_predicting(name)
 
 

@@ -104,7 +104,8 @@ def _multiply_add(
             sums.addmm_(left[:, part].float(), right[part].float(), alpha=alpha)
         return out.copy_(sums)
     for place, left_part, right_part in _convert(left, right):
-        into, own_bias = out[place], None if bias is None else bias[place]
+        into = out[place]
+        own_bias = None if bias is None else bias[place]
         into.copy_(_add_product(into.shape, own_bias, left_part, right_part, beta, alpha))
     return out
 

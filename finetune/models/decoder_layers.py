@@ -58,7 +58,9 @@ class _Kept:
     """A tensor that a layer keeps: on the device until it is released, in host memory until it is taken."""
 
     def __init__(self, tensor: Tensor, layer: "_Layer", copies: CudaCopies) -> None:
-        self._device, self._layer, self._copies = tensor.device, layer, copies
+        self._device = tensor.device
+        self._layer = layer
+        self._copies = copies
         self._here: Tensor | None = tensor.detach()
         self._host, self._event = copies.to_host(self._here)
 
@@ -78,7 +80,9 @@ class _Kept:
         self.bring_back()
         self._layer.bring_back_below()
         self._copies.wait(self._event)
-        tensor, self._here, self._event = self._here, None, None
+        tensor = self._here
+        self._here = None
+        self._event = None
         assert tensor is not None
         return tensor
 
@@ -92,7 +96,8 @@ class _Layer:
     """What one forward of a checkpointed layer keeps, and the layer below it."""
 
     def __init__(self, below: "_Layer | None", copies: CudaCopies) -> None:
-        self._below, self._copies = None if below is None else ref(below), copies
+        self._below = None if below is None else ref(below)
+        self._copies = copies
         # Weakly, as below: what is saved has to be freed with the graph that needs it, not when cycles are collected.
         self._kept: list[ref[_Kept]] = []
 
@@ -137,7 +142,8 @@ class ActivationOffload:
         def offloaded(*inputs: Any, **others: Any) -> Any:
             if not torch.is_grad_enabled():  # nothing is kept
                 return function(*inputs, **others)
-            above, self._latest = self._latest, _Layer(self._latest, self._copies)
+            above = self._latest
+            self._latest = _Layer(self._latest, self._copies)
             keep = partial(self._latest.keep, storage=address(inputs[0])) if is_compiled else self._latest.keep
             with saved_tensors_hooks(keep, _take):
                 outputs = function(*inputs, **others)
@@ -233,7 +239,8 @@ def _attention_operators() -> frozenset[Any]:
 
 def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) -> Contexts:
     """The contexts in which torch runs a checkpointed layer, and runs it again."""
-    text, width = config.get_text_config(), 0
+    text = config.get_text_config()
+    width = 0
     if keeps == "attention_and_projections":  # the widest state round attention: the hidden state, or all of its heads
         head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         width = max(text.hidden_size, text.num_attention_heads * head_size)

@@ -159,7 +159,8 @@ def can_continue(model: Any) -> bool:
     long-context RoPE, images), where attention needs a mask of blocks, and where the routers' auxiliary loss counts
     each token.
     """
-    trunk, routing = trunk_of(model), find_routing(model)
+    trunk = trunk_of(model)
+    routing = find_routing(model)
     is_ours = trunk.config._attn_implementation == NAME and not has_other_parts(model) and not find_windows(model)
     is_chunked = "chunked_attention" in (getattr(trunk.config, "layer_types", None) or ())
     is_recurrent = bool(recurrent_modules(model)) or depends_on_length(trunk)
@@ -295,10 +296,14 @@ def _embed_positions(
     if layer_type not in _length_dependent_layers(module.rope_type):
         return apply(*arguments)
     lengths = position_ids.amax(-1, keepdim=True) + 1 if current.of_tokens is None else current.of_tokens
-    config, kind, prefix = module.config, module.rope_type, ""
+    config = module.config
+    kind = module.rope_type
+    prefix = ""
     parameters = config.rope_parameters
     if layer_type is not None:
-        parameters, kind, prefix = parameters[layer_type], kind[layer_type], f"{layer_type}_"
+        parameters = parameters[layer_type]
+        kind = kind[layer_type]
+        prefix = f"{layer_type}_"
 
     def embed(frequencies: Tensor) -> Any:
         setattr(module, f"{prefix}inv_freq", frequencies)

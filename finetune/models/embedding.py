@@ -33,7 +33,8 @@ class NoisyDocuments(NamedTuple):  # not a dataclass, whose fields FSDP1 would s
 
 def install_embedding_noise(model: Any, alpha: float) -> None:
     """Makes `model(..., noisy_documents=NoisyDocuments)` add noise to its embeddings. Call it after `install_loss`."""
-    embedding, plain = model.get_input_embeddings(), model.forward
+    embedding = model.get_input_embeddings()
+    plain = model.forward
     documents: NoisyDocuments | None = None
 
     def add_noise(_module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
@@ -61,7 +62,8 @@ def make_noise(embedded: Tensor, documents: NoisyDocuments, alpha: float) -> Ten
     for index, (example_id, length) in enumerate(zip(documents.example_ids, documents.lengths, strict=True)):
         if index == 0 or rows > 1:
             start = -documents.first_token
-        first, end = max(start, 0), min(start + length, tokens)
+        first = max(start, 0)
+        end = min(start + length, tokens)
         if first < end:
             generator.manual_seed(seed_of(documents.seed, f"noise/{documents.step}/{example_id}"))
             bound = alpha / (length * hidden) ** 0.5
@@ -101,7 +103,8 @@ def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slic
         return (total / known).float()
 
     def read(slices: Slices) -> torch.Tensor:
-        wanted, rest = range(vocabulary.rows)[slices[0]], slices[1:]
+        wanted = range(vocabulary.rows)[slices[0]]
+        rest = slices[1:]
         parts = []
         for start, stop, is_new in (
             (0, known, False),
@@ -109,7 +112,8 @@ def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slic
             (vocabulary.tokens, stored, False),
             (max(vocabulary.tokens, stored), vocabulary.rows, True),
         ):
-            first, last = max(start, wanted.start), min(stop, wanted.stop)
+            first = max(start, wanted.start)
+            last = min(stop, wanted.stop)
             if first < last and is_new:
                 row = mean()[rest]
                 parts.append(row.expand(last - first, *row.shape))

@@ -64,7 +64,8 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig
 
-    group, layers = keys.qat_group_size, find_quantizable(model)
+    group = keys.qat_group_size
+    layers = find_quantizable(model)
     for name, layer in layers.items():
         if group is not None and layer.in_features % group:
             raise UserError(
@@ -77,7 +78,8 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
     rounding = Rounding(made.activation_fake_quantizer, made.weight_fake_quantizer)
     for layer in layers.values():
         layer.__class__ = FakeQuantizedLinear
-        layer.rounding, layer.is_rounded = rounding, keys.fake_quant_after_n_steps == 0  # type: ignore[assignment]
+        layer.rounding = rounding  # type: ignore[assignment]
+        layer.is_rounded = keys.fake_quant_after_n_steps == 0  # type: ignore[assignment]
     for module in model.modules():
         if type(module) is AdaptedLinear and isinstance(module.base_layer, FakeQuantizedLinear):
             module.__class__ = _adapted_class()
@@ -139,7 +141,8 @@ def _adapted_class() -> type[nn.Module]:
             if not is_usual or not self.base_layer.is_rounded:
                 output: Tensor = super().forward(x, *arguments, **keys)
                 return output
-            a, b = self.lora_A[ADAPTER_NAME].weight, self.lora_B[ADAPTER_NAME].weight
+            a = self.lora_A[ADAPTER_NAME].weight
+            b = self.lora_B[ADAPTER_NAME].weight
             base: FakeQuantizedLinear = self.base_layer
             return base.multiply(x, self.scaling[ADAPTER_NAME], base.weight, a, b)
 
@@ -187,7 +190,8 @@ class _RoundedProduct(torch.autograd.Function):
             with torch.enable_grad():
                 rounded_inputs = _round_inputs(rounding, inputs.to(dtype))
                 rounded = rounding.weight(_merge(tuple(weights), scale, dtype))
-            rows, products = gradient.reshape(-1, gradient.shape[-1]).to(dtype), list[tuple[Tensor, Tensor]]()
+            rows = gradient.reshape(-1, gradient.shape[-1]).to(dtype)
+            products = list[tuple[Tensor, Tensor]]()
             if inputs.requires_grad:
                 products.append((rounded_inputs, (rows @ rounded.detach()).view(inputs.shape)))
             if rounded.requires_grad:

@@ -104,7 +104,8 @@ def _run(model: Any, forwards: dict[nn.Module, Any], tokens: int) -> Tensor | No
 def _fit(found: Tensor) -> LogitTransform | None:
     """softcap * tanh(scale * score / softcap), of which `found` are the values at SCORES; None where they are not."""
     scores = torch.tensor(SCORES, dtype=torch.float64)
-    scale, largest = float(found[0] / scores[0]), float(found[-1])
+    scale = float(found[0] / scores[0])
+    largest = float(found[-1])
     is_capped = not abs(largest - scale * SCORES[-1]) <= ROUNDING * abs(scale * SCORES[-1])
     expected = largest * torch.tanh(scale * scores / largest) if is_capped else scale * scores
     if not torch.allclose(found, expected, rtol=ROUNDING, atol=0.0):

@@ -61,7 +61,8 @@ from finetune.models.routing import install_routing
 from finetune.models.vision import record_outputs
 from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values, untie_as_stored
 
-UNQUANTIZED, UNROUNDED = Quantization(), QuantizationAware()
+UNQUANTIZED = Quantization()
+UNROUNDED = QuantizationAware()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -284,9 +285,11 @@ def trains_tower(model: nn.Module) -> bool:
 
 def count_parameters(model: Any) -> ModelSize:
     """The parameters of an unsharded model, tied ones once."""
-    parameters, active = dict(model.named_parameters()), count_active(model)
+    parameters = dict(model.named_parameters())
+    active = count_active(model)
     active |= {p: 0 for part in other_parts(model) for p in part.parameters()}  # they work on images
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
     multiplied = {name: p for name, p in parameters.items() if embedding is head or p is not embedding}
     return ModelSize(
         total=sum(p.numel() for p in parameters.values()),
@@ -426,7 +429,8 @@ def build_teacher(
 ) -> tuple[nn.Module, torch.dtype, Quantization, Values, Mapping[str, StoredQuantized]]:
     """(the recipe's teacher on meta, its dtype, how it is quantized, its values, its weights that the files hold
     quantized). Raises `UserError` for a model that cannot be reached, or whose files do not fit its config."""
-    keys, dtype = recipe.teacher, DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
+    keys = recipe.teacher
+    dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
     assert keys is not None
     config = load_config(keys)
     quantization = read_teacher_quantization(getattr(config, "quantization_config", None), recipe.method)

@@ -71,7 +71,8 @@ def linear_log_probabilities(
     Returns:
         fp32[positions]. Under autocast the products run in its type, the softmax always in fp32.
     """
-    tensors, needs_grad = (hidden, weight, bias, labels, trained_positions), find_needed_gradients(hidden, weight, bias)
+    tensors = (hidden, weight, bias, labels, trained_positions)
+    needs_grad = find_needed_gradients(hidden, weight, bias)
     found: Tensor = _LinearLogProbabilities.apply(*tensors, chunks, needs_grad)  # type: ignore[no-untyped-call]
     return found
 
@@ -90,7 +91,8 @@ class _LinearLogProbabilities(torch.autograd.Function):
     ) -> Tensor:
         dtype = product_dtype(weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            trained, ids = hidden[positions].to(dtype), labels[positions]
+            trained = hidden[positions].to(dtype)
+            ids = labels[positions]
             found = compute_in_chunks(trained, weight.to(dtype), bias, ids, chunks, (needs_grad[0], False, False))
         recomputes = any(needs_grad[1:])
         # Parameters are saved by autograd itself, so that FSDP has gathered them again when the backward reads them.
@@ -104,7 +106,8 @@ class _LinearLogProbabilities(torch.autograd.Function):
         (upstream,) = grad_outputs  # fp32[positions]
         weight, bias, trained, ids, positions = ctx.saved_tensors
         dtype, shape, hidden_dtype, chunks, needs_grad = ctx.options
-        prepared, ctx.grad_hidden = ctx.grad_hidden, None
+        prepared = ctx.grad_hidden
+        ctx.grad_hidden = None
         grad_hidden = grad_weight = grad_bias = None
         if prepared is not None:  # of minus the log-probability, per token; scaled in fp32
             scaled = (prepared.to(upstream.dtype) * -upstream[:, None]).to(hidden_dtype)
@@ -174,7 +177,8 @@ class TopScores:
 
 def find_top(scores: TeacherScores, rows: int, k: int, temperature: float) -> tuple[Tensor, Tensor]:
     """`ids` and `scores` of `TopScores`, chunk by chunk."""
-    size, found = divergence_chunk_tokens(scores.rows, scores.hidden.device.type), []
+    size = divergence_chunk_tokens(scores.rows, scores.hidden.device.type)
+    found = []
     for start in range(0, max(1, len(scores.hidden)), size):
         each = scores.log_probabilities(slice(start, start + size), rows, temperature)
         top, ids = each.topk(min(k, rows), 1)
@@ -292,11 +296,13 @@ def measure_divergence(
         probabilities = teacher.exp()
         divergence = (teacher - student).mul_(probabilities).sum(1)
         return divergence, student.exp().sub_(probabilities) if gradient else None
-    share, divergence = 1.0, torch.zeros_like(student[:, 0])
+    share = 1.0
+    divergence = torch.zeros_like(student[:, 0])
     if beta == 1:
         excess = student - teacher
     else:
-        share, mixed = 1 - beta, student + math.log1p(-beta)
+        share = 1 - beta
+        mixed = student + math.log1p(-beta)
         torch.logaddexp(mixed, teacher + math.log(beta), out=mixed)
         divergence = beta * (teacher - mixed).mul_(teacher.exp()).sum(1)
         excess = mixed.neg_().add_(student)

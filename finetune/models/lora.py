@@ -182,8 +182,10 @@ def _is_renamed(model: nn.Module, config: Any, target: str) -> bool:
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     alone = copy.copy(config)
-    alone.target_modules, alone.target_parameters = {target}, None
-    alone.rank_pattern, alone.alpha_pattern = {}, {}
+    alone.target_modules = {target}
+    alone.target_parameters = None
+    alone.rank_pattern = {}
+    alone.alpha_pattern = {}
     try:
         convert_peft_config_for_transformers(alone, model, None)
     except ValueError:  # one half of two layers that are one in transformers 5
@@ -193,7 +195,8 @@ def _is_renamed(model: nn.Module, config: Any, target: str) -> bool:
 
 def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[str]]:
     """The parameters that `modules_to_save` names -> all their names; a tied one has several."""
-    names, text = names_of_parameters(model), text_names(model)
+    names = names_of_parameters(model)
+    text = text_names(model)
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values(), text)
     return {each: its for each, its in names.items() if its[0].startswith(text) and is_saved_whole(its, lora)}
 
@@ -364,7 +367,8 @@ def _fused_class() -> type[nn.Module]:
         ready: tuple[Tensor, Tensor] | None  # an input, and the output that the first of its group has computed for it
 
         def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
-            ready, self.ready = self.ready, None
+            ready = self.ready
+            self.ready = None
             if arguments or keys or not self.is_fusable():
                 output: Tensor = super().forward(x, *arguments, **keys)
                 return output

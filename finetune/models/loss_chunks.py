@@ -129,7 +129,9 @@ def compute_in_chunks(
         labels: int64[tokens], or IGNORE_INDEX.
         token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None: all alike.
     """
-    wide, shard, function = widen(weight.dtype), chunks.shard, chunks.function
+    wide = widen(weight.dtype)
+    shard = chunks.shard
+    function = chunks.function
     chunk_tokens = chunks.tokens or choose_chunk_tokens(weight, shard, hidden.device.type)
     # The bias's gradient is a sum of the scores' over tokens, which is not to be taken of rounded ones.
     grad_dtype = None if not any(needs_grad) else wide if needs_grad[2] else hidden.dtype
@@ -225,7 +227,8 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = grad_outputs
         upstream = upstream if upstream.dim() == 0 else upstream[0]
-        gradients, ctx.gradients = ctx.gradients, None  # the graph may live on until the next forward; these need not
+        gradients = ctx.gradients
+        ctx.gradients = None  # the graph may live on until the next forward; these need not
         # In fp32: 1 / trained tokens, rounded to bf16, would be wrong by up to 0.4%, the same way everywhere.
         scaled = (
             None if g is None else g.to(upstream.dtype).mul_(upstream).to(t)
@@ -308,7 +311,8 @@ def label_log_probabilities(log_probabilities: Tensor, labels: Tensor, label_smo
 
 def cross_entropy_gradient(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
     """The gradient to the logits [tokens, vocabulary] of minus `label_log_probabilities`, in place."""
-    grad, chosen = log_probabilities.exp_(), labels.clamp(min=0).unsqueeze(1)
+    grad = log_probabilities.exp_()
+    chosen = labels.clamp(min=0).unsqueeze(1)
     grad.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=grad.dtype))
     if label_smoothing:
         grad -= label_smoothing / grad.shape[1]
@@ -350,7 +354,8 @@ def compute_fused_chunk(
     transformed, capped = logits.forward(scores)
     transformed = transformed.to(widen(scores.dtype))
     total = torch.logsumexp(transformed, -1)
-    trained, ids = (labels != IGNORE_INDEX).unsqueeze(1), labels.clamp(min=0).unsqueeze(1)
+    trained = (labels != IGNORE_INDEX).unsqueeze(1)
+    ids = labels.clamp(min=0).unsqueeze(1)
     of_labels = transformed.gather(1, ids).squeeze(1) - total
     if label_smoothing:
         of_labels = of_labels.lerp(transformed.mean(1) - total, label_smoothing)

@@ -66,8 +66,10 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     model = build_class(config, where)
     named = [*model.named_parameters(remove_duplicate=False)]
     names = {parameter: name for name, parameter in reversed(named)}  # the first of each
-    trunk, layers = trunk_of(model), list_layers(model)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    trunk = trunk_of(model)
+    layers = list_layers(model)
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
     taken: set[Any] = {embedding}
     beside = [_take(part, names, taken) for part in other_parts(model)]
     taken.update(module for part in other_parts(model) for module in part.modules())

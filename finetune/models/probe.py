@@ -29,7 +29,9 @@ from finetune.models.documents import recurrent_modules
 from finetune.models.fake_quantize import unrounded
 
 # Tokens of a document, of a second one, and of a third, which repeats the beginning of the first.
-DOCUMENT, OTHER, REPEATED = 8, 5, 6
+DOCUMENT = 8
+OTHER = 5
+REPEATED = 6
 PART = DOCUMENT + OTHER + 2  # tokens of a rank, where ranks divide the packed row
 # The share of a leak's effect on a token's output that rounding may reach.
 LEAK_SHARE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.25}
@@ -168,7 +170,8 @@ def _forward_in_parts(model: nn.Module, batch: dict[str, Any], group: ProcessGro
 
 def _difference(found: Tensor, truth: Tensor) -> float:
     """The largest relative difference of a token's vector."""
-    found, truth = found.float(), truth.float()
+    found = found.float()
+    truth = truth.float()
     norms = truth.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return float(((found - truth).norm(dim=-1) / norms).max())
 

@@ -216,7 +216,8 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         if self.keeps_dequantized or not (inputs.requires_grad and torch.is_grad_enabled()):
             return F.linear(inputs, self.dequantize(inputs.dtype), bias)
-        codes, scales = self.get_parameter(CODES), self.get_parameter(SCALES)
+        codes = self.get_parameter(CODES)
+        scales = self.get_parameter(SCALES)
         product: Tensor = _DequantizedTwice.apply(inputs, codes, scales, bias, self._form)  # type: ignore[no-untyped-call]
         return product
 

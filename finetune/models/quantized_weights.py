@@ -56,7 +56,8 @@ def quantize_tensor(values: Tensor, quantization: Quantization) -> QuantizedTens
 
 def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """The numbers, `dtype` [..., columns]: what the layer multiplies with where `dtype` is the compute dtype."""
-    rows, columns = prod(quantized.shape[:-1]), quantized.shape[-1]
+    rows = prod(quantized.shape[:-1])
+    columns = quantized.shape[-1]
     if quantized.quantization.bits == 8:
         scales = quantized.scales.view(torch.float32)
         # In the order of bitsandbytes' own forward and backward on a CPU.
@@ -65,7 +66,8 @@ def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     ops = _bitsandbytes_ops()
     # As one row of an even length. In several rows bitsandbytes 0.50.2 looks up other blocks' scales on CPUs with
     # AVX-512 where the length of a row is a multiple of 16 and not of 64; and it has no kernel for an odd length.
-    block, quant_type = quantized.block, quantized.quantization.bnb_4bit_quant_type
+    block = quantized.block
+    quant_type = quantized.quantization.bnb_4bit_quant_type
     codes = torch.split(quantized.codes, LARGEST_KERNEL // 2)
     magnitudes = torch.split(unpack_scales(quantized), LARGEST_KERNEL // block)
     parts = [
@@ -90,7 +92,8 @@ def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor,
             for part in torch.split(values, max(1, NUMBERS_AT_ONCE // values.shape[1]))
         ]
         return torch.cat([codes.view(-1).view(torch.uint8) for codes, _ in parts]), torch.cat([m for _, m in parts])
-    codes, magnitudes = [], []
+    codes = []
+    magnitudes = []
     for part in torch.split(values.reshape(-1), NUMBERS_AT_ONCE):
         packed, state = functional.quantize_4bit(part, blocksize=BLOCK, quant_type=quantization.bnb_4bit_quant_type)
         codes.append(packed.view(-1))
@@ -328,7 +331,9 @@ def dequantized_values(
     return dequantized
 
 
-FP8_SCALES, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+FP8_SCALES = "_scale_inv"
+BLOCKS = "_blocks"
+SCALES = "_scales"
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MXFP4_BLOCK = 32  # numbers under a scale, in 16 bytes
 
@@ -338,9 +343,11 @@ def dequantize_published(stored: Mapping[str, StoredTensor], folder: Path) -> di
 
     Raises `UserError` where scales do not fit their weight.
     """
-    found, sizes = dict(stored), None
+    found = dict(stored)
+    sizes = None
     for name, tensor in stored.items():
-        scales, blocks = stored.get(name + FP8_SCALES), stored.get(f"{name.removesuffix(BLOCKS)}{SCALES}")
+        scales = stored.get(name + FP8_SCALES)
+        blocks = stored.get(f"{name.removesuffix(BLOCKS)}{SCALES}")
         if scales is not None and tensor.dtype in FP8_DTYPES:
             sizes = sizes or _block_sizes(folder)
             found[name] = _from_fp8(tensor, scales, sizes, str(folder))
@@ -357,7 +364,8 @@ def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int]
     rows, columns = weight.shape[-2:]
     grid = scales.shape[-2:] if math.prod(scales.shape) > 1 else (1, 1)
     if grid == (1, 1):
-        height, width = rows, columns
+        height = rows
+        width = columns
     else:  # the last block of a row or column may be short; transformers misreads its size
         fits = grid == (-(-rows // sizes[0]), -(-columns // sizes[1]))
         height, width = sizes if fits else (rows // max(1, grid[0]), columns // max(1, grid[1]))
@@ -369,8 +377,10 @@ def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int]
         from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
         *lead, across, along = slices
-        first, last = across.start // height, -(-across.stop // height)
-        left, right = along.start // width, -(-along.stop // width)
+        first = across.start // height
+        last = -(-across.stop // height)
+        left = along.start // width
+        right = -(-along.stop // width)
         blocks = slice(first * height, min(last * height, rows)), slice(left * width, min(right * width, columns))
         numbers = read_slice(weight, (*lead, *blocks))
         whole = numbers.new_zeros((*numbers.shape[:-2], (last - first) * height, (right - left) * width))
@@ -382,7 +392,8 @@ def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int]
         scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
         found = Fp8Dequantize(None).convert({"weight": whole, "weight_scale_inv": scale})["weight"]
         values: Tensor = found[0] if isinstance(found, list) else found  # transformers 5.17 returns a list
-        top, start = across.start - blocks[0].start, along.start - blocks[1].start
+        top = across.start - blocks[0].start
+        start = along.start - blocks[1].start
         return values[..., top : top + across.stop - across.start, start : start + along.stop - along.start]
 
     return _computed(weight.name, weight.shape, weight, read_values)
@@ -397,7 +408,8 @@ def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: st
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # as for FP8
 
         own, inputs, columns = slices
-        first, last = inputs.start // MXFP4_BLOCK, -(-inputs.stop // MXFP4_BLOCK)
+        first = inputs.start // MXFP4_BLOCK
+        last = -(-inputs.stop // MXFP4_BLOCK)
         part = (own, columns, slice(first, last))
         values: Tensor = convert_moe_packed_tensors(
             read_slice(blocks, part), read_slice(scales, part), dtype=torch.float32
@@ -408,7 +420,8 @@ def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: st
 
 
 def _computed(name: str, shape: tuple[int, ...], source: StoredTensor, read_values: ReadSlice) -> StoredTensor:
-    zeros, path = (0,) * len(shape), source.parts[0].path
+    zeros = (0,) * len(shape)
+    path = source.parts[0].path
     part = ComputedPart(path, 0, zeros, shape, read_values, zeros, tuple(range(len(shape))))
     return StoredTensor(name, shape, torch.float32, (part,))
 

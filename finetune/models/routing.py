@@ -53,7 +53,8 @@ class Routing:
     def __init__(
         self, model: nn.Module, routers: Sequence[tuple[nn.Module, int]], config: Any, coefficient: float
     ) -> None:
-        self.coefficient, self._routers = coefficient, routers
+        self.coefficient = coefficient
+        self._routers = routers
         self.layers = len(routers)
         self.experts = count_experts(config.to_dict())
         self._chosen_per_token = count_chosen(config.to_dict()) or 1
@@ -61,7 +62,8 @@ class Routing:
         self._auxiliary: Tensor | None = None  # this rank's part of the auxiliary losses since then
         self._steps = 0
         self._is_open = False  # between the beginning and the end of a training forward: recomputed layers do not count
-        self._is_counted, self._device = True, torch.device("cpu")
+        self._is_counted = True
+        self._device = torch.device("cpu")
         self._mask: Tensor | None = None
         self._logits: dict[int, Tensor] = {}  # of the last forward, by layer
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -85,7 +87,8 @@ class Routing:
     def _end(self, _model: nn.Module, _args: Any, result: Tensor) -> None:
         if not self._is_open:
             return
-        self._is_open, self._device = False, result.device
+        self._is_open = False
+        self._device = result.device
         if self._is_counted and self._counts is None:
             self._counts = torch.zeros(self.layers, self.experts, device=self._device)
         for layer, (router, index) in enumerate(self._routers):
@@ -168,7 +171,9 @@ class Routing:
         }
         if self._auxiliary is not None:
             found["router_aux_loss"] = world.sum(self._auxiliary).item() / max(1, self._steps)
-        self._counts, self._auxiliary, self._steps = None, None, 0
+        self._counts = None
+        self._auxiliary = None
+        self._steps = 0
         return found
 
 

@@ -35,7 +35,8 @@ from finetune.models.outline import build_class, list_layers
 # Of the traced rows, in units: not of one chunk, which is computed otherwise than several. The third is for squares.
 LENGTHS = (2, 3, 4)
 MOST_LAYERS = 4  # that are traced one by one
-UNIT, LARGEST_UNIT = 64, 512  # tokens; those of the chunks that linear attention and state spaces compute
+UNIT = 64  # tokens of a chunk that linear attention and state spaces compute, at least
+LARGEST_UNIT = 512  # at most
 STEPPED_UNIT = 8  # of layers that compute one token after the other, in a loop
 KERNEL = "traced_kernel"  # among transformers' names for attention
 PLACES = ("layer_idx", "layer_id", "layer_number", "block_idx")  # what a layer knows of where it is
@@ -227,7 +228,8 @@ def _attend_as_a_kernel(
 
 def _find_unit(trunk: Any) -> int:
     """Tokens, of which a traced row has a multiple: whole chunks, and as many as no matrix of the model has rows."""
-    keys, recurrence = trunk.config.to_dict(), find_family(trunk.config.model_type).recurrence
+    keys = trunk.config.to_dict()
+    recurrence = find_family(trunk.config.model_type).recurrence
     least = STEPPED_UNIT if recurrence is not None and recurrence.steps_through_tokens else UNIT
     chunks = [size for name, size in keys.items() if "chunk_size" in name and isinstance(size, int)]
     unit = max([least, *(size for size in chunks if size <= LARGEST_UNIT)])
@@ -273,7 +275,9 @@ def _trace_row(
     how: Forward,
 ) -> _Row:
     """One row of a single document. Each layer at `places` goes forward, backward, and forward without a graph."""
-    row, live, outputs = _Row(), _Live(trunk), list[Any]()
+    row = _Row()
+    live = _Live(trunk)
+    outputs = list[Any]()
     rest = _Saved(live)
 
     def trace_layer(place: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +298,8 @@ def _trace_row(
     for place, layer in enumerate(layers):
         layer.forward = partial(trace_layer, place) if place in places else skip
     with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast), live, rest.counted():
-        ids, positions = torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None]
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        positions = torch.arange(tokens)[None]
         boundaries = torch.tensor([0, tokens], dtype=torch.int32)
         lengths = {"cu_seq_lens": boundaries, "max_document_length": tokens, "packed_lengths": (tokens,)}
         trunk(input_ids=ids, position_ids=positions, use_cache=False, **lengths)
@@ -338,7 +343,8 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._peak - before
 
     def _add(self, tensor: Tensor) -> None:
-        storage, key = tensor.untyped_storage(), _key(tensor)
+        storage = tensor.untyped_storage()
+        key = _key(tensor)
         if key in self._sizes or key in self.of_parameters:
             return
         if tuple(tensor.shape) in self._shapes:
@@ -358,7 +364,9 @@ class _Saved:
     """Counts what autograd saves, each storage once; what a layer was given counts for `shared`, not for the layer."""
 
     def __init__(self, live: _Live, shared: "_Saved | None" = None, given: Any = ()) -> None:
-        self._live, self._shared, self._given = live, shared, {_key(tensor) for tensor in _tensors(given)}
+        self._live = live
+        self._shared = shared
+        self._given = {_key(tensor) for tensor in _tensors(given)}
         self._sizes: dict[int, int] = {}
 
     @property

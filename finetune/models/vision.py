@@ -34,7 +34,8 @@ def forward_images(model: Any, images: Mapping[str, Tensor], counts: Sequence[in
         counts: Images of each document.
         kwargs: Arguments of the trunk.
     """
-    base, trunk = base_of(model), trunk_of(model)
+    base = base_of(model)
+    trunk = trunk_of(model)
     if "mm_encoder_outputs" not in inspect.signature(base.forward).parameters:
         raise UserError("images need transformers 5.20 or later; upgrade it")
     is_trained = any(parameter.requires_grad for part in other_parts(model) for parameter in part.parameters())
@@ -102,7 +103,9 @@ def _find_positions(
 ) -> Tensor:
     """int64[4, rows, tokens]: the place of each token in its document, then its time, height and width as the model
     counts them for this document alone."""
-    grids, used, found = images["image_grid_thw"], 0, []
+    grids = images["image_grid_thw"]
+    used = 0
+    found = []
     documents = zip(
         torch.split(ids.flatten(), list(lengths)), torch.split(is_image.flatten(), list(lengths)), strict=True
     )

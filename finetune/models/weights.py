@@ -145,7 +145,8 @@ def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> 
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
-    state, prefix = model.state_dict(), model.base_model_prefix
+    state = model.state_dict()
+    prefix = model.base_model_prefix
     found: dict[str, Box] = {}
     collected: dict[str, Any] = {}
     for name in sorted(shapes, key=dot_natural_key):
@@ -237,7 +238,9 @@ def _source_slices(part: BoxPart) -> Slices:
 
 
 def _cat(boxes: Sequence[Box], dim: int = 0) -> Box:
-    parts, length, first = [], 0, boxes[0].shape
+    parts = []
+    length = 0
+    first = boxes[0].shape
     for box in boxes:
         if _without(box.shape, dim) != _without(first, dim):
             raise ValueError(f"shapes {list(first)} and {list(box.shape)}")
@@ -278,7 +281,8 @@ def _narrow(box: Box, dim: int, start: int, stop: int) -> Box:
         return box
     parts = []
     for part in box.parts:
-        low, high = max(start, part.offsets[dim]), min(stop, part.offsets[dim] + part.shape[dim])
+        low = max(start, part.offsets[dim])
+        high = min(stop, part.offsets[dim] + part.shape[dim])
         if low < high:
             axis = part.axes[dim]
             begin = (
@@ -374,7 +378,8 @@ def find_mismatches(
     those that are missing, one on those without a place in it, and one for each of another shape."""
     may_carry = carries(model)
     extra = {name for name in stored.keys() - needed.keys() if not may_carry(name)}
-    missing, class_name = needed.keys() - stored.keys(), type(model).__name__
+    missing = needed.keys() - stored.keys()
+    class_name = type(model).__name__
     problems = []
     if missing:
         problems.append(f"{where}: {_listed(missing)} missing: these are not the weights of {class_name}")

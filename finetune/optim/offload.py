@@ -131,7 +131,8 @@ class ScratchFile:
     """
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.folder, self.size = folder, size
+        self.folder = folder
+        self.size = size
         if size > shutil.disk_usage(folder).free:  # to reserve it would fill the disk before it failed
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         self._file = self._with_place(lambda: tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - open as long as the run
@@ -156,12 +157,14 @@ class ScratchFile:
         view = memory.numpy().data
 
         def move(start: int) -> None:
-            part, place = view[start : start + REQUEST_BYTES], offset + start
+            part = view[start : start + REQUEST_BYTES]
+            place = offset + start
             while part:
                 moved = call(self._descriptor, [part], place)
                 if moved == 0:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-                part, place = part[moved:], place + moved
+                part = part[moved:]
+                place = place + moved
 
         list(self._pool.map(move, range(0, len(view), REQUEST_BYTES)))
         if call is os.preadv and not self.is_direct:
@@ -185,7 +188,9 @@ def _make_direct(descriptor: int) -> bool:
 
 
 CHUNK_BYTES = 8 << 20  # of a tensor that a checkpoint reads or fills, in memory at once
-MASTER, FIRST, SECOND = "master", "exp_avg", "exp_avg_sq"
+MASTER = "master"
+FIRST = "exp_avg"
+SECOND = "exp_avg_sq"
 ON_HOST = torch.device("cpu")
 
 
@@ -197,8 +202,10 @@ class OffloadedTensor:
 
     def __init__(self, file: ScratchFile, offset: int, layout: nn.Parameter, dtype: torch.dtype) -> None:
         self.layout: Any = layout
-        self.dtype, self.shape = dtype, local_part(layout.detach()).shape
-        self._file, self._offset = file, offset
+        self.dtype = dtype
+        self.shape = local_part(layout.detach()).shape
+        self._file = file
+        self._offset = offset
 
     @property
     def nbytes(self) -> int:
@@ -273,7 +280,8 @@ class StateLayout:
         compute_dtype: torch.dtype,
     ) -> None:
         self._names = {parameter: clean_tensor_name(name) for name, parameter in model.named_parameters()}
-        units, by_unit = _find_layers(model), dict[str, int]()
+        units = _find_layers(model)
+        by_unit = dict[str, int]()
         self._placed: list[tuple[nn.Parameter, int, dict[str, torch.dtype], int]] = []
         for group, settings in enumerate(groups):
             for parameter in settings["params"]:
@@ -285,7 +293,8 @@ class StateLayout:
                 self._placed.append((parameter, group, dtypes, size))
                 unit = units.get(parameter, self._names[parameter])
                 by_unit[unit] = by_unit.get(unit, 0) + size
-        self.size, self.capacity = sum(by_unit.values()), max(by_unit.values())
+        self.size = sum(by_unit.values())
+        self.capacity = max(by_unit.values())
 
     def windows(self, file: ScratchFile) -> tuple[StateWindow, ...]:
         """The windows of `file`, each within `capacity`: the largest decoder layer, or parameter outside of one."""
@@ -295,8 +304,10 @@ class StateLayout:
         for parameter, group, dtypes, size in self._placed:
             if entries and offset + size - begin > self.capacity:
                 found.append(StateWindow(begin, offset - begin, tuple(entries)))
-                entries, begin = [], offset
-            tensors, place = {}, offset
+                entries = []
+                begin = offset
+            tensors = {}
+            place = offset
             for role, dtype in dtypes.items():
                 kind = MasterWeight if role == MASTER else OffloadedTensor
                 tensors[role] = kind(file, place, parameter, dtype)
@@ -353,7 +364,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         folder = Path(optimization.offload_dir or "")
         self._ranks.on_all(lambda: opened.append(open_scratch_file(folder, layout.size)))
         (self.file,) = opened
-        self.windows, self.capacity = layout.windows(self.file), layout.capacity
+        self.windows = layout.windows(self.file)
+        self.capacity = layout.capacity
         self.buffers = [allocate_aligned(self.capacity, world.device) for _ in range(2)]
         # A GPU's parameters are updated there, as they are in memory: another processor rounds otherwise.
         on_gpu = trained.device.type != "cpu"

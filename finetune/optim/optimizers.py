@@ -228,14 +228,16 @@ def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
 
 def _update_factored(parameter: Tensor, state: dict[str, Any], rate: float, weight_decay: float) -> None:
     """Algorithm 4 of the paper, without its relative step sizes; on this rank's part of a sharded parameter."""
-    weights, grad = local_part(parameter), local_part(parameter.grad).float()  # type: ignore[arg-type]
+    weights = local_part(parameter)
+    grad = local_part(parameter.grad).float()  # type: ignore[arg-type]
     newest = float(state["step"]) ** DECAY_RATE  # the weight of this step's square in the running means
     square = grad.square() + SQUARE_EPSILON
     if parameter.dim() != 2:
         variance = local_part(state["exp_avg_sq"]).lerp_(square, newest)
         update = variance.rsqrt() * grad
     else:
-        rows, columns = local_part(state["exp_avg_sq_row"]), state["exp_avg_sq_col"]
+        rows = local_part(state["exp_avg_sq_row"])
+        columns = state["exp_avg_sq_col"]
         rows.lerp_(square.mean(dim=1), newest)
         columns.lerp_(_sum_over_shards(square.sum(dim=0), parameter) / parameter.shape[0], newest)
         mean_of_rows = _sum_over_shards(rows.sum(), parameter) / parameter.shape[0]
@@ -255,7 +257,9 @@ def _sum_over_shards(part: Tensor, parameter: Tensor) -> Tensor:
     return part
 
 
-SCALE, STEPS, NORM_EPSILON = 0.2, 5, 1e-7
+SCALE = 0.2
+STEPS = 5
+NORM_EPSILON = 1e-7
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -290,12 +294,14 @@ class Muon(torch.optim.AdamW):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        weights, buffer = local_part(parameter), local_part(state["momentum_buffer"])
+        weights = local_part(parameter)
+        buffer = local_part(state["momentum_buffer"])
         gradient = local_part(parameter.grad)  # type: ignore[arg-type]
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]).bfloat16()  # Nesterov's
         if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
+            mesh = parameter.device_mesh
+            placements = parameter.placements
             whole = DTensor.from_local(
                 update, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
             ).full_tensor()

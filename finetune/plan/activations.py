@@ -157,7 +157,8 @@ def _selected_tensors(a: Architecture, run: Computation) -> list[int]:
         attended = []
     if run.keeps == "attention":
         return attended
-    width, features = max(a.hidden, a.query_width), []
+    width = max(a.hidden, a.query_width)
+    features = []
     for linear in a.linears():
         wide, narrow = linear.shape
         features += [wide] if max(wide, narrow) <= width else []
@@ -245,7 +246,9 @@ def _count_readers(mixture: Mixture | None) -> int:
 
 
 def _attention(a: Architecture, run: Computation) -> int:
-    query, key_value, size = a.query_width, a.key_value_width, run.itemsize
+    query = a.query_width
+    key_value = a.key_value_width
+    size = run.itemsize
     # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not what the projections
     # made.
     divided = key_value // a.key_value_heads * math.lcm(a.key_value_heads, run.sequence_ranks)
@@ -255,7 +258,8 @@ def _attention(a: Architecture, run: Computation) -> int:
     output = query
     if a.latent is not None:  # a key for each head, and narrower values, which the GPU's kernel takes padded
         value = a.heads * a.latent.value
-        keys_and_values, output = query + (value if run.cpu else query), value if run.cpu else query
+        keys_and_values = query + (value if run.cpu else query)
+        output = value if run.cpu else query
     if not divides_heads(a.heads, run.sequence_ranks):  # those of the whole row
         heads = 1 if a.latent is not None else math.lcm(a.key_value_heads, run.sequence_ranks) // a.key_value_heads
         keys_and_values = keys_and_values // heads * run.sequence_ranks

@@ -73,7 +73,8 @@ class Need:
 
 def count_need(spec: RunSpec) -> Need:
     """What the run needs of a GPU, of a node's memory, and of the disk."""
-    peak, disk = find_peak(spec).total, plan_disk(spec)
+    peak = find_peak(spec).total
+    disk = plan_disk(spec)
     return Need(peak, plan_host(spec, peak).total, disk.total)
 
 
@@ -171,7 +172,8 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
 
 def _list_layouts(spec: RunSpec) -> Iterator[Change]:
     """What makes a layout gather, or keep, less."""
-    sharding, a = spec.sharding, spec.architecture
+    sharding = spec.sharding
+    a = spec.architecture
     if not sharding.activation_checkpointing:
         yield Change(
             "fsdp_activation_checkpointing: true" if sharding.is_fsdp else "accelerate_config=fsdp_full_shard",
@@ -219,7 +221,8 @@ def _is_shipped(key: str, size: int, spec: RunSpec) -> bool:
 
 def _divide(spec: RunSpec, key: str, size: int) -> Change:
     """Groups of `size` ranks by this key of an Accelerate file; the other key and the rows of a step stay."""
-    rows, sharding = spec.global_batch_size, spec.sharding
+    rows = spec.global_batch_size
+    sharding = spec.sharding
     keep = "" if spec.recipe.batch.global_batch_size else f"global_batch_size={rows}"
     keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)
     field, what = DIVISIONS[key]
@@ -247,7 +250,8 @@ def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
         if (spec.recipe.quantization.bits or 16) <= bits:
             continue
         keys = {f"load_in_{each}bit": each == bits for each in (8, 4)}
-        quantize, adapt = _set_keys("quantization", **keys), _set_keys("lora", use_peft=True)
+        quantize = _set_keys("quantization", **keys)
+        adapt = _set_keys("lora", use_peft=True)
         yield Change(
             f"{adapters}load_in_{bits}bit=true",
             f"{'adapters on ' if adapters else ''}a frozen base in {bits} bits: more time, a slightly worse "
@@ -309,12 +313,15 @@ def advise(spec: RunSpec, room: Room, *, in_recipe: bool = False) -> Advice:
     if needed.fits_memory(room):
         return Advice(needed.fits(room), needed)
     changes = [change for change in list_changes(spec) if change.is_in_recipe or not in_recipe]
-    orders, need_after = _list_orders(spec, changes), _calculate_once(spec)
-    best, dearest = None, len(changes)  # of the changes that are enough, those whose dearest is the cheapest
+    orders = _list_orders(spec, changes)
+    need_after = _calculate_once(spec)
+    best = None
+    dearest = len(changes)  # the place of the dearest one of the best
     for order in orders:
         found = _find_enough(need_after, [change for change in order if changes.index(change) < dearest], room)
         if found is not None:
-            best, dearest = found, max(map(changes.index, found))
+            best = found
+            dearest = max(map(changes.index, found))
     if best is not None:
         return Advice(False, needed, best, need_after(best))
     changed = min((apply_changes(spec, order)[0] for order in orders), key=lambda each: find_peak(each).total)

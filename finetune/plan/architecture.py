@@ -126,9 +126,11 @@ def read_mixture(family: Family, sizes: Mapping[str, Any]) -> Mixture | None:
     """The routed experts of a config with these `sizes`; None where the family is dense, or no layer has any."""
     if family.mixture is None:
         return None
-    keys, layers = family.mixture, frozenset(range(sizes["num_hidden_layers"]))
+    keys = family.mixture
+    layers = frozenset(range(sizes["num_hidden_layers"]))
     if keys.some_are_dense:
-        dense, every = sizes.get("mlp_only_layers") or (), sizes.get("decoder_sparse_step") or 1
+        dense = sizes.get("mlp_only_layers") or ()
+        every = sizes.get("decoder_sparse_step") or 1
         layers = frozenset(index for index in layers if index not in dense and (index + 1) % every == 0)
     if keys.first_are_dense:
         layers = frozenset(index for index in layers if index >= sizes["first_k_dense_replace"])
@@ -253,7 +255,8 @@ class Architecture:
 
     def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
         """The weights [out, in] of the linear layers of decoder layer `layer`."""
-        attention, mlp = f"{self.prefix}.layers.{layer}.self_attn", f"{self.prefix}.layers.{layer}.mlp"
+        attention = f"{self.prefix}.layers.{layer}.self_attn"
+        mlp = f"{self.prefix}.layers.{layer}.mlp"
         if self.latent is not None:
             attended = self.latent.linears(attention, self.hidden, self.heads)
         else:
@@ -336,7 +339,8 @@ class Architecture:
             self.latent is not None and linear.name.endswith(".q_proj.weight")
         ):
             return
-        is_output, is_mlp = linear.name.endswith("o_proj.weight"), ".mlp." in linear.name
+        is_output = linear.name.endswith("o_proj.weight")
+        is_mlp = ".mlp." in linear.name
         if self.output_bias if is_output else self.mlp_bias if is_mlp else self.query_key_value_bias:
             yield TensorShape(linear.name.removesuffix("weight") + "bias", (linear.shape[0],))
 
@@ -471,8 +475,10 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         own = {key: value for key, value in config.items() if key != WHOLE}
         return read_built_architecture(own if whole is None else whole, where)
     sizes = _read_sizes(config, where)
-    facts, family = _read_known_facts(sizes, where), find_family(str(config["model_type"]))
-    prefix, tied = "model", bool(config.get("tie_word_embeddings", family.tied))
+    facts = _read_known_facts(sizes, where)
+    family = find_family(str(config["model_type"]))
+    prefix = "model"
+    tied = bool(config.get("tie_word_embeddings", family.tied))
     beside: tuple[tuple[TensorShape, ...], ...] = ()
     if whole is not None:
         from finetune.plan.built import read_parts

@@ -99,7 +99,8 @@ def make_plan(
         images=images,
     )
     problems = refuse_problems(replace(spec, recipe=asked).find_problems())
-    phases, speed = plan_phases(spec), estimate_speed(spec, mfu, read, links)
+    phases = plan_phases(spec)
+    speed = estimate_speed(spec, mfu, read, links)
     remarks = (
         *_find_remarks(config, recipe.data.max_length),
         *_describe_traces(spec),

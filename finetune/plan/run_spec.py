@@ -114,7 +114,8 @@ class RunSpec:
     @cached_property
     def divided(self) -> Architecture:
         """What one rank of a tensor-parallel group holds of the model; all of it where there is none."""
-        ranks, a = self.tensor_ranks, self.architecture
+        ranks = self.tensor_ranks
+        a = self.architecture
         if ranks == 1:
             return a
         return replace(
@@ -128,7 +129,8 @@ class RunSpec:
     @cached_property
     def computed(self) -> Architecture:
         """What it computes of the model: as `part`, but for the products that transformers' plan gathers."""
-        a, part = self.architecture, self.part
+        a = self.architecture
+        part = self.part
         if a.family.tensor_parallel != "products":
             return part
         whole = replace(part, heads=a.heads, key_value_heads=a.key_value_heads)
@@ -190,7 +192,8 @@ class RunSpec:
 
     def state(self, rank: int = 0) -> State:
         """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most."""
-        state, files = self.loaded_state(rank), self.files(rank)
+        state = self.loaded_state(rank)
+        files = self.files(rank)
         if files is None:
             return state
         # Parameters in the compute dtype, gradients, and buffers: both on a CPU, on a GPU the one of its own.
@@ -302,7 +305,8 @@ class RunSpec:
 
     def share_tokens(self, rows: int) -> int:
         """Tokens that one rank has of so many full rows."""
-        parts, tokens = self.sharding.sequence_parallel_size, rows * self.recipe.row_tokens
+        parts = self.sharding.sequence_parallel_size
+        tokens = rows * self.recipe.row_tokens
         if self.recipe.data.packing:
             return -(-tokens // (ROUND_TOKENS * parts)) * ROUND_TOKENS
         return rows * -(-self.recipe.row_tokens // parts)
@@ -327,7 +331,8 @@ class RunSpec:
     def micro_batches_in_flight(self) -> float:
         """Of how many micro-batches a rank keeps the activations of all its layers at once: under 1F1B of one for each
         stage from its own to the last."""
-        behind, chunks = self.stages - self.stage, self.sharding.pipeline_chunks // self.stages
+        behind = self.stages - self.stage
+        chunks = self.sharding.pipeline_chunks // self.stages
         if chunks == 1:
             return min(self.accumulation, behind)
         # Interleaved: as many forwards of a group of layers before the first backward, and one more.
@@ -337,13 +342,15 @@ class RunSpec:
     @property
     def bubble(self) -> float:
         """The share of a step in which a rank of the pipeline waits for others (Narayanan et al. 2021, section 2.2)."""
-        waits, chunks = self.stages - 1, self.sharding.pipeline_chunks // self.stages
+        waits = self.stages - 1
+        chunks = self.sharding.pipeline_chunks // self.stages
         return waits / (waits + chunks * self.accumulation)
 
     @property
     def imbalance(self) -> float:
         """The operations of the stage with the most, over the mean of all."""
-        costs, parts = self.layer_costs, split_layers(self.layer_costs, self.sharding.pipeline_chunks)
+        costs = self.layer_costs
+        parts = split_layers(self.layer_costs, self.sharding.pipeline_chunks)
         sums = [sum(costs[layer] for part in parts[s :: self.stages] for layer in part) for s in range(self.stages)]
         return max(sums) * self.stages / sum(sums)
 
@@ -394,13 +401,17 @@ class Host:
 
 def plan_disk(spec: RunSpec) -> Disk:
     """Disk for the kept checkpoints and the export, in the recipe's `export_dtype` or else that of the base's files."""
-    trained, lora = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.lora.use_peft
-    recipe, files, optim = spec.recipe.checkpoint, spec.files(), spec.recipe.optimization.optim
+    trained = [tensor for tensor in spec.tensors if tensor.trainable]
+    lora = spec.recipe.lora.use_peft
+    recipe = spec.recipe.checkpoint
+    files = spec.files()
+    optim = spec.recipe.optimization.optim
     moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True) for t in trained)
     # A full model's checkpoint is complete, also where some is frozen.
     stored = trained if lora else spec.tensors
     weights = sum(t.numel * t.itemsize for t in stored)
-    checkpoint, is_handed_over = weights + moments, spec.recipe.rollout.vllm_server_base_url is not None
+    checkpoint = weights + moments
+    is_handed_over = spec.recipe.rollout.vllm_server_base_url is not None
     return Disk(
         checkpoint=checkpoint,
         checkpoints_kept=recipe.save_total_limit,
@@ -414,8 +425,11 @@ def plan_disk(spec: RunSpec) -> Disk:
 
 def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
     """What all of `export_formats` hold; GGUF has nothing of the base beside the model."""
-    a, keys, aware = spec.architecture, spec.recipe.checkpoint, spec.recipe.quantization_aware
-    whole, quantized = itemsize * a.parameters, 0
+    a = spec.architecture
+    keys = spec.recipe.checkpoint
+    aware = spec.recipe.quantization_aware
+    whole = itemsize * a.parameters
+    quantized = 0
     carried = 0 if spec.recipe.model.model_config is not None else itemsize * a.carried_parameters
     name = keys.export_quantization or aware.quantization_aware_training
     if name is not None:
@@ -428,8 +442,11 @@ def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
 
 def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
     """The memory of one node, for all its ranks, each of which has `peak_bytes` on its device."""
-    ranks, files, on_cpu = min(spec.ranks, spec.ranks_per_node), spec.files(), spec.device == "cpu"
-    trained, optim = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.optimization.optim
+    ranks = min(spec.ranks, spec.ranks_per_node)
+    files = spec.files()
+    on_cpu = spec.device == "cpu"
+    trained = [tensor for tensor in spec.tensors if tensor.trainable]
+    optim = spec.recipe.optimization.optim
     if files is None:
         state = sum(
             t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained

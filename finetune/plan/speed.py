@@ -22,7 +22,8 @@ from finetune.plan.state import StateTensor, split_into_units
 from finetune.plan.step_memory import kv_cache_bytes
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's (torch.nn.parallel.distributed)
+FIRST_BUCKET = 1 << 20  # bytes of DDP's (torch.nn.parallel.distributed)
+BUCKET = 25 << 20  # bytes of its others
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,11 @@ def _of_units(spec: RunSpec) -> Iterator[Collective]:
     only."""
     if not spec.sharding.is_fsdp:
         return
-    times, replicas = spec.accumulation, spec.ranks // (spec.stages * spec.state_ranks)
+    times = spec.accumulation
+    replicas = spec.ranks // (spec.stages * spec.state_ranks)
     for tensors, gathers in _list_units(spec):
-        divided, stride = tensors[0].divided, spec.tensor_ranks
+        divided = tensors[0].divided
+        stride = spec.tensor_ranks
         shards = spec.shards // divided
         whole = sum(
             _padded(t, shards) * (1 if t.name in spec.fp8_gathered else spec.computation.itemsize) for t in tensors
@@ -131,18 +134,23 @@ def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
     """DDP reduces gradients once a step, in buckets."""
     if spec.sharding.layout != "ddp":
         return
-    calls, size, limit = 0, 0, FIRST_BUCKET
+    calls = 0
+    size = 0
+    limit = FIRST_BUCKET
     for each in reversed([t.numel * t.itemsize for t in spec.tensors if t.trainable]):
         size += each
         if size >= limit:
-            calls, size, limit = calls + 1, 0, BUCKET
+            calls = calls + 1
+            size = 0
+            limit = BUCKET
     whole = sum(t.numel * t.itemsize for t in spec.tensors if t.trainable)
     yield Collective("all-reduce", calls + (size > 0), whole, spec.ranks)
 
 
 def _count_passes(spec: RunSpec) -> tuple[int, int]:
     """How often a step computes a layer forward (reference and recomputation included), and backward."""
-    every, reference = spec.computation.checkpoint_every, spec.reference == "adapters off"
+    every = spec.computation.checkpoint_every
+    reference = spec.reference == "adapters off"
     layers = spec.part.layers
     recomputed = 0 if every is None else -(-layers // every)
     return spec.accumulation * (layers * (1 + reference) + recomputed), spec.accumulation * layers
@@ -152,11 +160,14 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
     """In a layer the outputs of attention and MLP are summed, and the gradients of their inputs; where transformers'
     plan gathers products, these in the forward and the gradients of the next layer's input in the backward; at the ends
     the embedding's output, the softmax's numbers and the gradient of what enters the head."""
-    ranks, a, run = spec.tensor_ranks, replace(spec.architecture, layers=spec.part.layers), spec.computation
+    ranks = spec.tensor_ranks
+    a = replace(spec.architecture, layers=spec.part.layers)
+    run = spec.computation
     if ranks == 1:
         return
     forward, backward = _count_passes(spec)
-    size, recomputed = spec.tokens * a.hidden * run.itemsize, forward - backward * (2 if spec.reference else 1)
+    size = spec.tokens * a.hidden * run.itemsize
+    recomputed = forward - backward * (2 if spec.reference else 1)
     # The recomputed forward ends with the last tensor that its backward reads: before the sum of the MLP's outputs.
     calls = 2 * forward - max(0, recomputed) + 2 * backward
     yield Collective("all-reduce", calls, calls * size, ranks)
@@ -175,18 +186,22 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
 def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
     """Two all-to-alls a layer: queries with keys and values, and the outputs; as many in the backward. More ranks than
     heads gather keys and values, and reduce their gradients."""
-    ranks, a = spec.sharding.sequence_parallel_size, spec.computed
+    ranks = spec.sharding.sequence_parallel_size
+    a = spec.computed
     if not divides_heads(a.heads, ranks):
         forward, _ = _count_passes(spec)
-        layers, row = a.layers * spec.accumulation, spec.tokens * ranks * spec.computation.itemsize
+        layers = a.layers * spec.accumulation
+        row = spec.tokens * ranks * spec.computation.itemsize
         width = a.query_width + a.heads * a.latent.value if a.latent is not None else 2 * a.key_value_width
         yield Collective("all-gather", 2 * forward, forward * row * width, ranks, spec.tensor_ranks)
         yield Collective("reduce-scatter", 2 * layers, layers * row * width, ranks, spec.tensor_ranks)
         return
     repeated = math.lcm(a.key_value_heads, ranks) // a.key_value_heads
-    key_value, output = 2 * a.key_value_width * repeated, a.query_width
+    key_value = 2 * a.key_value_width * repeated
+    output = a.query_width
     if a.latent is not None:
-        key_value, output = a.query_width + a.heads * a.latent.value, a.heads * a.latent.value
+        key_value = a.query_width + a.heads * a.latent.value
+        output = a.heads * a.latent.value
     forward, backward = _count_passes(spec)
     moved = spec.tokens * spec.computation.itemsize * (a.query_width + key_value + output)
     times = forward + backward
@@ -195,7 +210,8 @@ def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
 
 def _of_experts(spec: RunSpec) -> Iterator[Collective]:
     """Tokens to their experts and back, once for each expert of a token; first, how many come to each."""
-    ranks, mixture = spec.sharding.expert_parallel_size, spec.architecture.mixture
+    ranks = spec.sharding.expert_parallel_size
+    mixture = spec.architecture.mixture
     if mixture is None or ranks == 1:
         return
     share = len(mixture.layers) / spec.architecture.layers
@@ -270,7 +286,8 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     asked = 0.0 if spec.teacher is None else spec.teacher.flop_per_token(spec.recipe.data.max_length)
     is_stored = spec.recipe.method.distill_top_k is not None  # asked once, before training
     flops += 0.0 if is_stored else asked
-    offload, files = offload_seconds(spec), files_seconds(spec)
+    offload = offload_seconds(spec)
+    files = files_seconds(spec)
     peak = mix_peaks(PEAK_FLOPS[ASSUMED_DEVICE], _fp8_share(spec, flops))
     rollout = rollout_seconds(spec, mfu, forward)
     computing = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) * spec.imbalance / (1 - spec.bubble)
@@ -313,7 +330,8 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
 def _estimate_steps(spec: RunSpec) -> tuple[int | None, int | None]:
     """(tokens of an epoch, steps of the run), as far as the files' sizes or the recipe say."""
     optimization = spec.recipe.optimization
-    tokens, steps = estimate_epoch_tokens(spec.recipe.data, spec.recipe.method_facts.rows), optimization.max_steps
+    tokens = estimate_epoch_tokens(spec.recipe.data, spec.recipe.method_facts.rows)
+    steps = optimization.max_steps
     if steps is None and tokens is not None:
         passes = optimization.num_train_epochs * spec.recipe.rollout.num_iterations
         steps = max(1, round(tokens / spec.tokens_per_step * passes))
@@ -326,7 +344,8 @@ def _fp8_share(spec: RunSpec, flops: float) -> float:
         return 0.0
     trainable = {tensor.name for tensor in spec.tensors if tensor.trainable}
     trained = sum(numel for name, numel in spec.fp8_weights.items() if name in trainable)
-    frozen, in_fp8 = sum(spec.fp8_weights.values()) - trained, spec.sharding.fp8.multiplies_weight_gradients
+    frozen = sum(spec.fp8_weights.values()) - trained
+    in_fp8 = spec.sharding.fp8.multiplies_weight_gradients
     return fp8_share_of(flops, trained=trained, frozen=frozen, weight_gradients=in_fp8)
 
 
@@ -362,7 +381,8 @@ def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
     """
     if not spec.recipe.samples_itself:
         return 0.0
-    keys, per_rank = spec.recipe.rollout, -(-spec.rows_per_step // spec.data_ranks)
+    keys = spec.recipe.rollout
+    per_rank = -(-spec.rows_per_step // spec.data_ranks)
     rows = min(keys.per_device_generation_batch_size, per_rank)
     weights = sum(t.numel // t.divided * min(t.itemsize, spec.computation.itemsize) for t in spec.part_tensors)
     read = weights + kv_cache_bytes(spec, rows * spec.recipe.data.max_length) / 2

@@ -46,7 +46,8 @@ class StateTensor:
     def shard(self, shards: int, rank: int) -> tuple[int, ...]:
         """The shape of what rank `rank` of `shards` holds under FSDP2: a block of rows, as large as all others but for
         the last ones; of divided experts an equal part, and of their codes a block."""
-        own, others = self.shape[0] // self.divided, shards // self.divided
+        own = self.shape[0] // self.divided
+        others = shards // self.divided
         held = shard_experts(self.shape, self.divided, others) if self.divided > 1 and len(self.shape) > 1 else None
         block = -(-own // others)
         return held or (min(block, max(0, own - rank % others * block)), *self.shape[1:])
@@ -250,7 +251,8 @@ class _Part:
 def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int, optim: str | None) -> Iterator[_Part]:
     """FSDP2 splits each tensor as `StateTensor.shard` says, and pads every rank's part to the size of the first."""
     for tensor in tensors:
-        real, stored = tensor.shard(shards, rank), prod(tensor.shard(shards, 0))
+        real = tensor.shard(shards, rank)
+        stored = prod(tensor.shard(shards, 0))
         state = count_optimizer_bytes(optim, real, tensor.itemsize, name=tensor.name) if tensor.trainable else 0
         yield _Part(stored * tensor.itemsize, tensor.trainable, state)
 
@@ -272,7 +274,9 @@ def _split_flat(
     for tensor in tensors:
         units.setdefault(_name_flat_unit(tensor, adapters_are_units=not (dora or whole)), []).append(tensor)
     for unit in units.values():
-        mixed, spans, end = sharding.mixed_precision, [], 0
+        mixed = sharding.mixed_precision
+        spans = []
+        end = 0
         align = FLAT_ALIGNMENT // (unit[0].itemsize if mixed == "no" else ITEMSIZE[COMPUTE_DTYPE[mixed]])
         for tensor in unit:
             start = -(-end // align) * align
@@ -308,10 +312,13 @@ def count_files(
 ) -> Files:
     """The file of `rank` for the trained `tensors`, which are of `dtype` and split into `shards`. A buffer holds the
     largest decoder layer, or parameter that is in none (optim/offload.py)."""
-    itemsizes, units, count = list_offloaded_itemsizes(optim, dtype, compute_dtype), dict[str, int](), 0
+    itemsizes = list_offloaded_itemsizes(optim, dtype, compute_dtype)
+    units = dict[str, int]()
+    count = 0
     for tensor in tensors:
         if tensor.trainable:
-            count, numel = count + 1, prod(tensor.shard(shards, rank % shards))
+            count = count + 1
+            numel = prod(tensor.shard(shards, rank % shards))
             unit = tensor.unit if tensor.unit.startswith("layer") else tensor.name
             units[unit] = units.get(unit, 0) + count_offloaded_bytes(numel, itemsizes)
     return Files(size=sum(units.values()), buffer=max(units.values()), counters=4 * count)
@@ -359,7 +366,8 @@ def split_into_units(
     """The FSDP units that a layout makes of a model, as large as one rank gathers them.
 
     `fp8`: the names of what is gathered in 8 bits; `shards`: the ranks that hold one replica."""
-    widest, layers = architecture.widest_layer, Unit(0, 0)
+    widest = architecture.widest_layer
+    layers = Unit(0, 0)
     embedding, one, tail = (_unit(tensors, name, fp8) for name in ("embedding", f"layer {widest}", "tail"))
     if architecture.is_uniform:
         count = architecture.layers
@@ -385,5 +393,6 @@ def split_into_units(
 
 def _unit(tensors: Sequence[StateTensor], name: str, fp8: Container[str]) -> Unit:
     own = [tensor for tensor in tensors if tensor.unit == name]
-    trained, in_fp8 = (t.numel // t.divided for t in own if t.trainable), (t.numel for t in own if t.name in fp8)
+    trained = (t.numel // t.divided for t in own if t.trainable)
+    in_fp8 = (t.numel for t in own if t.name in fp8)
     return Unit(sum(t.numel // t.divided for t in own), sum(trained), sum(in_fp8))

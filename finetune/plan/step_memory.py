@@ -41,8 +41,10 @@ from finetune.plan.temporary_memory import (
 
 def kept_for_backward(spec: RunSpec) -> int:
     """Bytes of activations that the forward of a micro-batch leaves."""
-    a, run = spec.computed, spec.computation
-    masks, kept = mask_bytes(a, run, spec.tokens), _kept_per_token(spec)
+    a = spec.computed
+    run = spec.computation
+    masks = mask_bytes(a, run, spec.tokens)
+    kept = _kept_per_token(spec)
     factors = 0 if spec.recipe.quantization.bits is not None else expert_factor_bytes(a, run).kept  # then made again
     return spec.tokens * sum(kept.values()) + factors + masks
 
@@ -61,7 +63,8 @@ def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_lay
     updates = plan_updates_in_backward(spec) if in_backward else {}
     adds_up = not in_backward and not spec.sharding.cpu_offload and spec.accumulation == 1
     waiting, waiting_gradient = (memory.tail.gathered, memory.tail.unreduced) if memory.tail_waits else (0, 0)
-    held, previous = before.gradients, 0
+    held = before.gradients
+    previous = 0
 
     def reduce(name: str, part: str, unit: UnitMemory, activations: int, gathered: int) -> Iterator[Snapshot]:
         """The input of the reduce-scatter beside the gradients that it is made of, then beside what comes out of it."""
@@ -73,9 +76,11 @@ def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_lay
 
     if not memory.tail_waits:
         yield from reduce("the head", "head", memory.tail, kept_for_backward(spec), memory.layer.arriving)
-        held, previous = held + adds_up * memory.tail.shard, memory.tail.reducing
+        held = held + adds_up * memory.tail.shard
+        previous = memory.tail.reducing
     for done in range(memory.layers):
-        is_last, name = done + 1 == memory.layers, _name_layer(done, memory.layers)
+        is_last = done + 1 == memory.layers
+        name = _name_layer(done, memory.layers)
         following = waiting + (memory.embedding if is_last else memory.layer).arriving
         gathered = memory.layer.gathered + (memory.layers - done - 1) * memory.layer_staying
         for activations, numel in _within_layer(spec, done) if name else ():
@@ -87,7 +92,8 @@ def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_lay
             staying = following + (memory.layers - done - 1) * memory.layer_staying
             through = spec.part.layers if is_last else done + 1
             yield from reduce(name, "layer", memory.layer, _after_layers(spec, through), staying)
-        held, previous = held + adds_up * memory.layer.shard, memory.layer.reducing
+        held = held + adds_up * memory.layer.shard
+        previous = memory.layer.reducing
     ends = memory.tail if memory.tail_waits else memory.embedding
     after = _after_layers(spec, spec.part.layers)
     point = replace(before, name="backward of the embedding", gradients=held, activations=after, gathered=ends.gathered)
@@ -112,7 +118,8 @@ def whole_points(
             temporaries=head.temporaries,
             communication=memory.buckets,
         )
-    trained, width = next(t.itemsize for t in spec.part_tensors if t.trainable), spec.computed.mlp_width
+    trained = next(t.itemsize for t in spec.part_tensors if t.trainable)
+    width = spec.computed.mlp_width
     for done in (done for done in range(memory.layers) if _name_layer(done, memory.layers)):
         earlier = memory.tail.shard + done * memory.layer.shard + memory.waiting_gradient
         gathered = memory.layer.gathered + (memory.layers - done - 1) * memory.layer_staying
@@ -122,13 +129,16 @@ def whole_points(
             gradients = 0 if updates else max(before.gradients, earlier + trained * numel)
             yield replace(point, gradients=gradients, activations=activations)
             if updates:  # before gate and up have gradients
-                layer, freed = updates["layer"], 2 * spec.tokens * width * spec.computation.itemsize
+                layer = updates["layer"]
+                freed = 2 * spec.tokens * width * spec.computation.itemsize
                 temporaries = at_layer + layer.temporaries
                 activations -= freed
                 yield replace(point, gradients=layer.gradients, activations=activations, temporaries=temporaries)
-    gradients, temporaries = full.gradients + memory.waiting_gradient, 0
+    gradients = full.gradients + memory.waiting_gradient
+    temporaries = 0
     if updates:
-        gradients, temporaries = updates["embedding"].gradients, updates["embedding"].temporaries
+        gradients = updates["embedding"].gradients
+        temporaries = updates["embedding"].temporaries
     point = replace(before, name="backward of the embedding", gradients=gradients, temporaries=temporaries)
     yield replace(point, activations=_after_layers(spec, memory.layers), communication=memory.buckets)
 
@@ -150,7 +160,9 @@ def _name_layer(done: int, layers: int) -> str:
 
 def _after_layers(spec: RunSpec, done: int) -> int:
     """Bytes of activations once the backward has passed the head and so many layers, with its gradient."""
-    a, run, kept = spec.computed, spec.computation, _kept_per_token(spec)
+    a = spec.computed
+    run = spec.computation
+    kept = _kept_per_token(spec)
     # Offloaded, all layers together keep what one of them does.
     of_one = 0 if run.offloads else (kept["layers"] + kept["checkpoints"]) / a.layers
     handed_on = a.hidden * run.residual_itemsize - kept["final norm"] - done * of_one
@@ -164,7 +176,8 @@ def _within_layer(spec: RunSpec, done: int) -> Iterator[tuple[int, int]]:
 
     done: How many layers the backward has passed before.
     """
-    a, run = spec.computed, spec.computation
+    a = spec.computed
+    run = spec.computation
     is_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
     factors = expert_factor_bytes(a, run).layer if is_again else 0
     activations = _after_layers(spec, done) - spec.tokens * a.hidden * run.residual_itemsize + factors
@@ -260,17 +273,24 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
     """
     if not spec.recipe.samples_itself:
         return None
-    a, run, keys, length = spec.computed, spec.computation, spec.recipe.rollout, spec.recipe.data.max_length
+    a = spec.computed
+    run = spec.computation
+    keys = spec.recipe.rollout
+    length = spec.recipe.data.max_length
     rows = min(keys.per_device_generation_batch_size, -(-spec.rows_per_step // spec.data_ranks))
-    prompts, tokens = -(-rows // keys.num_generations), length - keys.max_completion_length
+    prompts = -(-rows // keys.num_generations)
+    tokens = length - keys.max_completion_length
     if keys.tools:  # a turn reads all before it as a prompt of its own, of any length beside that of the others
-        prompts, tokens, length = rows, length, length + keys.max_completion_length
+        prompts = rows
+        tokens = length
+        length = length + keys.max_completion_length
     some = min(prompts, PROMPTS_AT_ONCE)
     forward = _forward(spec, at_rest, "completions sampled", some * tokens)
     # Which tokens see each other, and as numbers that are added; none where prompts are packed.
     masks = 0 if spec.recipe.model.attn_implementation == "auto" else some * tokens**2 * (1 + run.itemsize)
     scores = 2 * FP32 * rows * a.heads * length
-    cache, logits = kv_cache_bytes(spec, rows * length), rows * a.vocabulary * FP32
+    cache = kv_cache_bytes(spec, rows * length)
+    logits = rows * a.vocabulary * FP32
     moments = (
         (cache, rows * a.vocabulary * SAMPLED_BYTES),
         (cache + rows * evaluation_bytes(a, run) + scores, logits),
@@ -300,8 +320,10 @@ def pipeline_bytes(spec: RunSpec) -> int:
     if spec.stages == 1:
         return 0
     state = spec.tokens * spec.computed.hidden * spec.computation.itemsize
-    groups, in_flight = spec.sharding.pipeline_chunks // spec.stages, spec.micro_batches_in_flight
-    received, sent = groups - (spec.stage == 0), groups - spec.is_last_stage
+    groups = spec.sharding.pipeline_chunks // spec.stages
+    in_flight = spec.micro_batches_in_flight
+    received = groups - (spec.stage == 0)
+    sent = groups - spec.is_last_stage
     buffers = spec.accumulation * (received + sent)
     if groups == 1 and spec.accumulation >= spec.stages:
         buffers = int(in_flight) * received + sent
@@ -317,13 +339,15 @@ def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
 
 def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     """The points of an optimizer step that could be its peak. `full` has the whole state, gradients included."""
-    layout, all_kept = plan_layout_memory(spec), kept_for_backward(spec)
+    layout = plan_layout_memory(spec)
+    all_kept = kept_for_backward(spec)
     before = full if spec.accumulation > 1 else replace(full, gradients=0)  # of earlier micro-batches
     if spec.reference == "adapters off":
         yield _forward(spec, before, "forward of the reference", spec.tokens)
     yield from _teacher_first(spec, before, spec.tokens)
     head = replace(before, activations=all_kept, communication=layout.buckets)
-    tail, layers = layout.tail.gathered, layout.kept_in_forward
+    tail = layout.tail.gathered
+    layers = layout.kept_in_forward
     at_loss = tail + layout.tail.arriving + layers + teachers_tail(spec)
     of_loss, of_backward = (loss_bytes(spec), loss_backward_bytes(spec)) if spec.is_last_stage else (0, 0)
     yield replace(head, name="loss", loss=of_loss, gathered=at_loss)
@@ -343,7 +367,8 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 
 def loss_bytes(spec: RunSpec) -> int:
     """One chunk of logits, and the gradients that the loss computes in its forward: of head and hidden states."""
-    a, run = spec.computed, spec.computation
+    a = spec.computed
+    run = spec.computation
     cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
     head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
     hidden = 2 * run.itemsize * a.hidden * spec.tokens  # a copy of the trained positions, and its gradient
@@ -369,7 +394,8 @@ def _teacher_first(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Sna
 
 def loss_backward_bytes(spec: RunSpec) -> int:
     """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in between."""
-    a, run = spec.computed, spec.computation
+    a = spec.computed
+    run = spec.computation
     if spec.weighs_documents:
         return log_probability_backward_bytes(a, spec.tokens, run, _head_gradient(spec))
     cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
@@ -390,7 +416,8 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     its backward."""
     if spec.recipe.quantization.bits is None:
         return 0
-    a, ranks = spec.architecture, spec.sharding.expert_parallel_size
+    a = spec.architecture
+    ranks = spec.sharding.expert_parallel_size
     experts = {weight.name for weight in a.experts(a.widest_layer)}
     weights = a.quantizable(a.widest_layer)
     whole = sum(weight.numel // (ranks if weight.name in experts else 1) for weight in weights)
@@ -399,8 +426,10 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
 
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
     """A forward of `tokens` that saves nothing for a backward."""
-    a, run = spec.computed, spec.computation
-    rotary, factors = 2 * a.rotated_size * run.residual_itemsize, expert_factor_bytes(a, run).layer
+    a = spec.computed
+    run = spec.computation
+    rotary = 2 * a.rotated_size * run.residual_itemsize
+    factors = expert_factor_bytes(a, run).layer
     return replace(
         at_rest,
         name=name,

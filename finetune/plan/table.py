@@ -53,8 +53,11 @@ def name_layout(spec: RunSpec) -> str:
 
 def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     """The model, layout, precision and batch; a fifth line where the number of ranks is assumed."""
-    a, recipe, sharding = spec.architecture, spec.recipe, spec.sharding
-    trained, tokens = spec.trained_numel, spec.tokens_per_step
+    a = spec.architecture
+    recipe = spec.recipe
+    sharding = spec.sharding
+    trained = spec.trained_numel
+    tokens = spec.tokens_per_step
     active = f"{count(a.parameters - a.idle_parameters)} active, " if a.idle_parameters else ""
     checkpointing = "off"
     if sharding.activation_checkpointing:
@@ -68,7 +71,8 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     in_backward = recipe.optimization.optim_in_backward
     model = recipe.model.model_name_or_path or "model_config"
     frozen = f"{_name_frozen(spec)} (frozen), adapters " if recipe.lora.use_peft else ""
-    parameters, computed = frozen + spec.trained_dtype, spec.compute_dtype
+    parameters = frozen + spec.trained_dtype
+    computed = spec.compute_dtype
     if sharding.fp8 is not None:
         share = sum(spec.fp8_weights.values()) / a.parameters
         computed += f" and FP8 ({sharding.fp8.recipe_name}; {share:.0%} of the weights)"
@@ -128,7 +132,9 @@ def _describe_method(spec: RunSpec) -> list[str]:
 def _describe_teacher(spec: RunSpec) -> list[str]:
     if spec.teacher is None:
         return []
-    a, quantization, model = spec.teacher.architecture, spec.teacher.quantization, spec.recipe.teacher
+    a = spec.teacher.architecture
+    quantization = spec.teacher.quantization
+    model = spec.recipe.teacher
     stored = f", {describe_quantization(quantization)} in linear layers" if quantization.bits else ""
     top_k = spec.recipe.method.distill_top_k
     asked = f"; asked before training, its {top_k} likeliest of each token kept in files" if top_k is not None else ""
@@ -140,7 +146,8 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
 
 def _name_frozen(spec: RunSpec) -> str:
     """The dtype of a frozen base, and how its linear layers are quantized."""
-    quantization, dtype = spec.recipe.quantization, frozen_dtype(spec.sharding, spec.recipe.lora)
+    quantization = spec.recipe.quantization
+    dtype = frozen_dtype(spec.sharding, spec.recipe.lora)
     return f"{dtype}, {describe_quantization(quantization)} in linear layers" if quantization.bits else dtype
 
 
@@ -227,12 +234,14 @@ def _describe_communication(found: Speed) -> list[str]:
     """What ranks send each other in a step, and how long that takes."""
     if not found.communication:
         return []
-    calls, moved = Counter[str](), Counter[str]()
+    calls = Counter[str]()
+    moved = Counter[str]()
     for each in found.communication:
         calls[each.kind] += each.calls
         moved[each.kind] += each.bytes
     listed = ", ".join(f"{kind} {disk_size(moved[kind])} in {count(calls[kind])} calls" for kind in calls)
-    seconds, awaited = format_duration(found.communication_seconds), ""
+    seconds = format_duration(found.communication_seconds)
+    awaited = ""
     if found.awaited_seconds:
         awaited = f", of which layers wait for {format_duration(found.awaited_seconds)}"
     within, between = (f"{disk_size(round(rate))}/s" for rate in (found.links.within_node, found.links.between_nodes))

@@ -59,12 +59,15 @@ def fp8_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
-    multiplied, gathered = spec.fp8_weights, spec.fp8_gathered
+    multiplied = spec.fp8_weights
+    gathered = spec.fp8_gathered
     for linear in spec.architecture.linears():
         if linear.name not in multiplied:
             continue
         width_out, width_in = linear.shape
-        inputs, outputs, weight = tokens * width_in, tokens * width_out, linear.numel
+        inputs = tokens * width_in
+        outputs = tokens * width_out
+        weight = linear.numel
         copies = inputs + 2 * outputs + 2 * weight  # in 8 bits: of the gradient and the weight by rows and by columns
         if spec.device == "cpu":
             parts = zip(CPU_PRODUCT, (inputs, outputs, weight), strict=True)
@@ -82,7 +85,8 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
     """Bytes that the largest layer holds for `tokens` tokens if quantization-aware training rounds it; else 0."""
     if (name := spec.recipe.quantization_aware.quantization_aware_training) is None:
         return 0
-    rounds_inputs, size = SCHEMES[name].input_bits is not None, spec.computation.itemsize
+    rounds_inputs = SCHEMES[name].input_bits is not None
+    size = spec.computation.itemsize
     of_weight = ROUNDED + spec.recipe.lora.use_peft  # and the gradient of base and adapter together
     return size * max(
         of_weight * linear.numel + ROUNDED * rounds_inputs * tokens * linear.shape[1]
@@ -183,7 +187,8 @@ def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
     """The bytes of its forward, by a snapshot's parts; None without a teacher. Only the head's input is kept."""
     if spec.teacher is None:
         return None
-    a, run = spec.teacher.architecture, replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
+    a = spec.teacher.architecture
+    run = replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
     inside = evaluation_bytes(a, run) + 2 * a.rotated_size * run.itemsize
     dequantized = run.itemsize * dequantized_at_once(a) if spec.teacher.quantization.bits is not None else 0
     return {
@@ -201,7 +206,9 @@ def teachers_tail(spec: RunSpec) -> int:
 def meeting_bytes(spec: RunSpec, tokens: int) -> int:
     """What enters its head, and the chunk in which the logits meet."""
     assert spec.teacher is not None
-    teacher, run, method = spec.teacher.architecture, spec.computation, spec.recipe.method
+    teacher = spec.teacher.architecture
+    run = spec.computation
+    method = spec.recipe.method
     widest = max(spec.architecture.vocabulary, teacher.vocabulary)
     chunk = divergence_chunk_bytes(widest, tokens, run, method.distill_beta, method.temperature)
     return run.itemsize * teacher.hidden * tokens + chunk
@@ -211,8 +218,10 @@ def _gathered(spec: RunSpec) -> tuple[int, int]:
     """What FSDP gathers of it in its forward, and of its tail. A tied tail holds the embedding, and stays gathered."""
     if spec.teacher is None or not spec.sharding.is_fsdp:
         return 0, 0
-    a, size = spec.teacher.architecture, spec.computation.itemsize
-    u, buffers = split_into_units(a, spec.teacher_tensors, spec.sharding), 2 if spec.shards > 1 else 1
+    a = spec.teacher.architecture
+    size = spec.computation.itemsize
+    u = split_into_units(a, spec.teacher_tensors, spec.sharding)
+    buffers = 2 if spec.shards > 1 else 1
     tail = size * u.tail.numel
     return max(size * u.layer.numel * buffers + (tail if a.tied else 0), tail * buffers), tail * buffers
 
@@ -244,8 +253,10 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
     tied head is updated with the embedding."""
     layers, embedding, tail = (_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
     if spec.part.tied:
-        embedding, tail = [*embedding, *tail], []
-    layer, waiting = layers, 0
+        embedding = [*embedding, *tail]
+        tail = []
+    layer = layers
+    waiting = 0
     if spec.sharding.is_fsdp:
         units = split_into_units(spec.part, spec.part_tensors, spec.sharding)
         if units.layer != units.layers:
@@ -312,10 +323,13 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
         frozen = spec.computation.itemsize  # what is frozen in the dtype of the computation is not copied
         tensors = tuple(tensor for tensor in tensors if tensor.trainable or tensor.itemsize != frozen)
     u = split_into_units(spec.part, tensors, spec.sharding, spec.fp8_gathered, spec.shards)
-    size, reduced, is_split = spec.computation.itemsize, ITEMSIZE[spec.reduced_dtype], spec.shards > 1
+    size = spec.computation.itemsize
+    reduced = ITEMSIZE[spec.reduced_dtype]
+    is_split = spec.shards > 1
 
     def unit(of: Unit, names: Sequence[str], unshared: int = 0) -> UnitMemory:
-        whole, tensors = of.gathered(size), [tensor for tensor in spec.part_tensors if tensor.unit in names]
+        whole = of.gathered(size)
+        tensors = [tensor for tensor in spec.part_tensors if tensor.unit in names]
         return UnitMemory(
             gathered=whole,
             arriving=whole - size * unshared if is_split else 0,
@@ -324,7 +338,8 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
             shard=count_state(tensors, spec.sharding, spec.shards, optim=None).gradients,
         )
 
-    tail_waits, layers = spec.part.tied or spec.sharding.layout == "fsdp1", spec.part.layers
+    tail_waits = spec.part.tied or spec.sharding.layout == "fsdp1"
+    layers = spec.part.layers
     units = 1 if u.layer == u.layers else layers  # where they are not wrapped, all layers are one
     named = [f"layer {spec.part.widest_layer}"] if units == layers else [f"layer {i}" for i in range(layers)]
     layer = unit(u.layer, named, u.unshared)
@@ -342,7 +357,8 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
 def _plan_whole(spec: RunSpec) -> LayoutMemory:
     """DDP and single shard nothing; autocast caches a cast copy of every weight until the forward ends, or until its
     backward has used it; DDP has a bucket beside every gradient (torch.nn.parallel.distributed)."""
-    run, a = spec.computation, spec.architecture
+    run = spec.computation
+    a = spec.architecture
     multiplied = sum(tensor.numel for tensor in (*a.linears(a.widest_layer), *a.experts(a.widest_layer)))
     is_cast = run.autocast and run.lora is None and not spec.recipe.quantization_aware.quantization_aware_training
     cast = run.itemsize * multiplied if is_cast else 0

@@ -37,11 +37,13 @@ def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
     """
     if not high > low:
         pad = abs(low) * 0.1 or 1.0
-        low, high = low - pad, high + pad
+        low = low - pad
+        high = high + pad
     rough = (high - low) / (most - 1)
     magnitude = 10.0 ** math.floor(math.log10(rough))
     for step in (m * magnitude for m in (1, 2, 2.5, 5, 10, 20)):
-        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        first = math.floor(low / step + 1e-9)
+        last = math.ceil(high / step - 1e-9)
         if last - first + 1 <= most:
             return [round(index * step, 12) for index in range(first, last + 1)]
     return [low, high]
@@ -59,7 +61,8 @@ def choose_log_ticks(low: float, high: float, most: int = 6) -> list[float]:
     >>> choose_log_ticks(0.3, 4.0)
     [0.2, 0.5, 1.0, 2.0, 5.0]
     """
-    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    first = math.floor(math.log10(low) + 1e-9)
+    last = math.ceil(math.log10(high) - 1e-9)
     within = [m * 10.0**power for power in range(first, last + 1) for m in (1, 2, 5)]
     begin = max(index for index, tick in enumerate(within) if tick <= low * (1 + 1e-9))
     end = min(index for index, tick in enumerate(within) if tick >= high * (1 - 1e-9))
@@ -256,15 +259,20 @@ def _make_chart(
     points = [point for line in lines for point in line.points]
     if not points:
         return None
-    y_low, y_high = min([y for _, y in points] + [0.0] * zero), max(y for _, y in points)
+    y_low = min([y for _, y in points] + [0.0] * zero)
+    y_high = max(y for _, y in points)
     if y_high - y_low < 1e-3 * abs(y_high):  # flat, in the three digits of a label
         y_low = y_high
     scale: Callable[[float], float] = float
     y_ticks = choose_ticks(y_low, y_high if y_high > 0 or not zero else 1.0)
     if can_be_log and is_log(lines):
-        scale, y_ticks, note = math.log10, choose_log_ticks(y_low, y_high), f"{note}; log scale"
-    bottom, top = scale(y_ticks[0]), scale(y_ticks[-1])
-    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
+        scale = math.log10
+        y_ticks = choose_log_ticks(y_low, y_high)
+        note = f"{note}; log scale"
+    bottom = scale(y_ticks[0])
+    top = scale(y_ticks[-1])
+    x_low = min(x for x, _ in points)
+    x_high = max(x for x, _ in points)
     x_high = x_high if x_high > x_low else x_low + 1
     x_ticks = [x for x in choose_ticks(x_low, x_high, most=7) if x_low <= x <= x_high and x == int(x)]
 
@@ -307,8 +315,10 @@ def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
     figure = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     for index, run in enumerate(runs):
-        color, points = COLORS[index % len(COLORS)], run.series("loss")
-        steps, losses = [x for x, _ in points], [y for _, y in points]
+        color = COLORS[index % len(COLORS)]
+        points = run.series("loss")
+        steps = [x for x, _ in points]
+        losses = [y for _, y in points]
         axes.plot(steps, losses, color=color, alpha=0.3, linewidth=1)
         axes.plot(steps, smooth(losses, smoothing_weight(len(losses))), color=color, linewidth=2, label=run.name)
         if held_out := run.series("eval_loss"):

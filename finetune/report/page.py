@@ -146,7 +146,8 @@ class Plots:
 
 
 ADDRESS = "127.0.0.1"  # this machine alone: a report shows data, and asks for no password
-DEFAULT_PORT, PORTS_TRIED = 8000, 20
+DEFAULT_PORT = 8000
+PORTS_TRIED = 20
 # A page of another site may have its own name resolve to 127.0.0.1 and read the report as its own; its Host header
 # shows it.
 MAX_CONNECTIONS = 64  # each has a thread, also one that asks for nothing
@@ -187,7 +188,8 @@ class LivePage:
             return state, self._html
 
     def _render(self) -> bytes:
-        runs, notices = [], []
+        runs = []
+        notices = []
         for folder in self.folders:
             try:
                 runs.append(read_run(folder))

@@ -33,9 +33,13 @@ from finetune.plan.plan import Plan, make_plan
 from finetune.plan.table import memory_rows
 from finetune.units import count, counted, disk_size, format_compact, gib
 
-METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+DATA_REPORT = "data_report.json"
 COMPLETIONS = "completions.jsonl"
-RECIPE, SHARDING, ENVIRONMENT = "recipe.yaml", "accelerate.yaml", "environment.json"
+RECIPE = "recipe.yaml"
+SHARDING = "accelerate.yaml"
+ENVIRONMENT = "environment.json"
 # Beside the checkpoints' manifests.
 REPORTED_FILES = (METRICS, SAMPLES, COMPLETIONS, DATA_REPORT, RECIPE, SHARDING, ENVIRONMENT, BENCHMARKS)
 CHANGED = "the file was changed after the run wrote it"
@@ -328,7 +332,8 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     >>> smooth([2.0, 2.0, 2.0])
     [2.0, 2.0, 2.0]
     """
-    before, after = _running_sums(values, weight), _running_sums(values[::-1], weight)[::-1]
+    before = _running_sums(values, weight)
+    after = _running_sums(values[::-1], weight)[::-1]
     found = []
     for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True):
         own = 1.0 if math.isfinite(value) else 0.0  # it is in both sums
@@ -339,10 +344,13 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 def _running_sums(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
     """At each value the weighted sum of it and all before it, and the sum of their weights."""
-    total, weights, found = 0.0, 0.0, []
+    total = 0.0
+    weights = 0.0
+    found = []
     for value in values:
         finite = math.isfinite(value)
-        total, weights = weight * total + (value if finite else 0.0), weight * weights + finite
+        total = weight * total + (value if finite else 0.0)
+        weights = weight * weights + finite
         found.append((total, weights))
     return found
 
@@ -368,7 +376,8 @@ def _describe_progress(run: RunRecord, done: int, *, live: bool) -> Iterator[str
 
 def _count_steps(run: RunRecord) -> int | None:
     """The steps that the run is to do, by its recipe; None where that does not say."""
-    steps, epochs = run.recipe.get("max_steps"), run.recipe.get("num_train_epochs")
+    steps = run.recipe.get("max_steps")
+    epochs = run.recipe.get("num_train_epochs")
     if isinstance(steps, int):
         return steps
     line = next((line for line in run.lines if line.get("epoch") and line.get("step")), None)
@@ -460,7 +469,8 @@ def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
     """An answer under `name`, and its CSS class: right, wrong, or none where no answer is expected."""
     if sample is None:
         return {name: "", f"{name}_class": ""}
-    text, expected = str(sample.get("answer", "")), str(sample.get("expected") or "").strip()
+    text = str(sample.get("answer", ""))
+    expected = str(sample.get("expected") or "").strip()
     grade = "" if not expected else "right" if text.strip() == expected else "wrong"
     return {name: text, f"{name}_class": grade}
 

@@ -60,7 +60,8 @@ def make_step_batch(rollout: Rollout, options: RowOptions) -> StepBatch:
 
 def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
     """This rank's share of the completions as tokens alone; `example_ids` are places in the rollout."""
-    recipe, rank = options.recipe, options.rank
+    recipe = options.recipe
+    rank = options.rank
     rows_together = _count_rows_together(rollout, options)
     row_tokens = rows_together * recipe.data.max_length
     groups = _cut_groups(rollout, row_tokens if options.shares_prompts else 0)

@@ -72,7 +72,8 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keeps the rows `beam_idx`, in that order. Only those that move are copied, unless they become more."""
-        rows, length = len(beam_idx), self.get_seq_length()
+        rows = len(beam_idx)
+        length = self.get_seq_length()
         if rows > len(self.keys):
             self._reserved = tuple(reserved[beam_idx] for reserved in self._reserved)
         else:
@@ -108,7 +109,9 @@ class EmbeddedEngine:
     """
 
     def __init__(self, model: nn.Module, world: World, stop_ids: Sequence[int], rows: int) -> None:
-        self._model, self._world, self._rows = model, world, rows
+        self._model = model
+        self._world = world
+        self._rows = rows
         self._stop_ids = torch.tensor(sorted(stop_ids), device=world.device)
 
     @torch.no_grad()
@@ -150,7 +153,9 @@ class _Wave:
     ) -> None:
         device = stop_ids.device
         limits = [sampling.limit(request) for request in requests]
-        self._transformer, self._sampling, self._stop_ids = transformer, sampling, stop_ids
+        self._transformer = transformer
+        self._sampling = sampling
+        self._stop_ids = stop_ids
         self._most = max(limits)
         self._cache, self._mask, self._positions, self._logits = _read_prompts(
             transformer, requests, self._most, device
@@ -214,7 +219,8 @@ class _Wave:
 
     def _draw(self, logits: Tensor) -> None:
         """Draws a token for each row and notes it, all on the device."""
-        rows, step = self._requests, self._step
+        rows = self._requests
+        step = self._step
         drawn, log_probabilities, entropies = draw_tokens(logits, self._uniforms[rows, step], self._sampling)
         is_open = self._is_open[rows]
         stops = is_open & torch.isin(drawn, self._stop_ids)
@@ -283,7 +289,8 @@ class _CapturedStep:
     def run(self, rows: int, shown: int) -> None:
         """One step. The first of each shape runs uncaptured, since libraries allocate and choose kernels in it."""
         if (rows, shown) != self._shape:
-            self._shape, self._graph = (rows, shown), None
+            self._shape = (rows, shown)
+            self._graph = None
             self._advance(shown)
         elif self._graph is not None:
             self._graph.replay()
@@ -320,7 +327,8 @@ def _read_prompts(
     number = {prompt: index for index, prompt in enumerate(prompts)}
     of_request = torch.tensor([number[request.prompt_ids] for request in requests], device=device)
     lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
-    longest, config = len(prompts[-1]), text_config_of(transformer.config)
+    longest = len(prompts[-1])
+    config = text_config_of(transformer.config)
     mask = (torch.arange(longest + most, device=device) >= longest - lengths)[of_request]
     cache = make_cache(config, longest + most)
     is_plain = all(isinstance(layer, ReservedLayer) for layer in cache.layers)
@@ -362,7 +370,8 @@ def _read(
             torch.tensor([[0] * (max(lengths) - len(row)) + list(row) for row in rows], device=device)
             for rows in (prompts, [[1] * length for length in lengths])
         )
-        positions, keys = (mask.cumsum(1) - 1).clamp(min=0), {"attention_mask": mask}
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        keys = {"attention_mask": mask}
     return _forward(transformer, cache, ids, positions, **keys), sizes
 
 

@@ -33,7 +33,8 @@ from finetune.rollout.shipped_rewards import FUNCTIONS, load_shipped
 
 Scores = list[float | None]
 SECONDS_TO_REPEAT = 0.5  # after which a function that has swallowed its time limit meets it again
-FIRST_FILE, FILES = 256, 512  # the pipe's number is one of so many
+FIRST_FILE = 256  # the lowest number that the pipe gets
+FILES = 512  # it is one of so many
 
 
 class TimeLimit(BaseException):
@@ -175,7 +176,8 @@ def call_tools(
 
     Raises `UserError` where they take longer than `seconds` together. Where that `counts` as failed, each has so many.
     """
-    deadline, results = time.monotonic() + seconds, []
+    deadline = time.monotonic() + seconds
+    results = []
     for each in calls:
         left = seconds if counts else max(1e-3, deadline - time.monotonic())
         function = tools.get(each["name"])
@@ -185,11 +187,13 @@ def call_tools(
                     raise ValueError(f"Tool {each['name']} not found.")
                 with _time_limit(left):
                     result = function(**each["arguments"])
-                    text, failed = str(asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result), False
+                    text = str(asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result)
+                    failed = False
             except BaseException as error:
                 if isinstance(error, TimeLimit) and not counts:
                     raise
-                text, failed = str({"error": str(error)}), True  # as TRL
+                text = str({"error": str(error)})
+                failed = True  # as TRL
         results.append((text.encode(errors="replace").decode(), failed))
     return results
 
@@ -253,11 +257,13 @@ class Functions:
         if "calls" in asked:
             return {"results": call_tools(self._tools, asked["calls"], asked["seconds"], counts=self._counts)}
         self._step = asked.get("step", self._step)
-        step, seconds = self._step, self._seconds
+        step = self._step
+        seconds = self._seconds
         if "place" in asked:
             seconds = limit_of_one(seconds, len(step["completions"]))
             step = take_one(step, asked["place"])
-        name, function = self._names[asked["function"]], self._functions[asked["function"]]
+        name = self._names[asked["function"]]
+        function = self._functions[asked["function"]]
         if self._counts:
             scores, failed = score_each(name, function, step, seconds)
             return {"scores": scores, "failed": failed}

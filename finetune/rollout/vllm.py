@@ -45,7 +45,8 @@ from finetune.rollout.vllm_answers import (
     read_answer,
 )
 
-FOLDER, WEIGHTS = "rollouts", "weights"  # of a run: what the server reads, and what it has answered
+FOLDER = "rollouts"  # of a run: what the server has answered
+WEIGHTS = "weights"  # what it reads
 PATHS: Mapping[type[ServerAnswer], str] = {
     ServedModels: "/v1/models",
     ServerInfo: "/server_info?config_format=json",
@@ -84,7 +85,8 @@ def _ask(recipe: Recipe, kind: type[AnswerKind], path: str = "", body: dict[str,
 
 def check_server(recipe: Recipe) -> str:
     """What the server calls its model. Raises `UserError` where it cannot sample for this run."""
-    url, base = _url_of(recipe), str(recipe.model.model_name_or_path)
+    url = _url_of(recipe)
+    base = str(recipe.model.model_name_or_path)
     try:
         served = _ask(recipe, ServedModels).data[0]
         logprobs_mode = _ask(recipe, ServerInfo).vllm_config.model.logprobs_mode
@@ -132,18 +134,23 @@ class VllmEngine:
     def __init__(
         self, model: nn.Module, world: World, recipe: Recipe, tokenizer: Any, stop_ids: Sequence[int], run_folder: Path
     ) -> None:
-        self._model, self._world, self._recipe, self._stop_ids = model, world, recipe, sorted(stop_ids)
+        self._model = model
+        self._world = world
+        self._recipe = recipe
+        self._stop_ids = sorted(stop_ids)
         self._url = _url_of(recipe)
         self._folder = run_folder.absolute() / FOLDER
         self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
-        self._name, self._older = "", set[Path]()  # of the weights handed over last; folders of before the last save
+        self._name = ""  # of the weights handed over last
+        self._older = set[Path]()  # folders of before the last save
         self._served: str = RankGroup(world).on_main(lambda: check_server(recipe))
         self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         """A completion of each request. All ranks call it: together they hand over the weights where they are new."""
         self._hand_over()
-        world, ranks = self._world, RankGroup(self._world)
+        world = self._world
+        ranks = RankGroup(self._world)
         of_group = world.stage_size // world.tensor_group_count
         is_first = world.rank < world.stage_size and world.rank % of_group == 0  # of those with the same requests
         found: list[Sampled] = []
@@ -163,7 +170,9 @@ class VllmEngine:
 
     def _hand_over(self) -> None:
         """Gives the server the weights as they are now, by the stream of an export, unless it has them."""
-        model, world, ranks = self._model, self._world, RankGroup(self._world)
+        model = self._model
+        world = self._world
+        ranks = RankGroup(self._world)
         shards = [each for each in list_shards(get_model_state(model), MODEL, world.stages) if each.is_first_copy]
         sums = ranks.on_all(lambda: {f"{each.name} {each.offsets}": int(weighted_sum(each.tensor)) for each in shards})
         found = json.dumps([sums, asdict(self._recipe.lora)], sort_keys=True, default=str)
@@ -221,7 +230,8 @@ class VllmEngine:
 
     def _answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         """A completion of each request: as it was answered before under these weights, else by the server."""
-        folder, said = self._folder / self._name, [_name_request(each, sampling) for each in requests]
+        folder = self._folder / self._name
+        said = [_name_request(each, sampling) for each in requests]
         known: dict[str, Sampled] = {}
         for path in sorted(folder.glob("*.jsonl")):
             for line in read_json_lines(path):

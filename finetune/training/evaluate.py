@@ -51,7 +51,8 @@ def evaluate(
     Returns the progress with that loss, on every rank. What this run has logged of the step before is not repeated.
     `watch`: wraps the held-out batches, and may raise before one.
     """
-    step, results = progress.step, run.results.setdefault(progress.step, {})
+    step = progress.step
+    results = run.results.setdefault(progress.step, {})
     round_from_step(run.model, run.recipe.quantization_aware, step)
     line = None
     if run.data.evaluation is not None and "eval_loss" not in results:
@@ -145,7 +146,8 @@ def measure_held_out(
     """The objective's loss and metrics over all of `batches` and all ranks. An objective may go through them twice."""
     model.eval()
     objective = objective.prepare(model, lambda: (each for batch in batches() for each in batch.micro_batches), world)
-    total, count = Measured(torch.zeros((), device=world.device)), 0
+    total = Measured(torch.zeros((), device=world.device))
+    count = 0
     for batch in batches():
         count += objective.count(batch)
         for micro_batch in batch.micro_batches:

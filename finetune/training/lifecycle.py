@@ -138,7 +138,8 @@ def make_objectives(
     `model` still has the weights that training starts with, a method's reference. `inputs`: of `fingerprint_inputs`.
     `folder`: the run's, where it has one.
     """
-    facts, teacher = recipe.method_facts, None
+    facts = recipe.method_facts
+    teacher = None
     if recipe.teacher is not None:
         load = partial(load_checked_teacher, recipe, recipe.teacher, world)
         if recipe.method.distill_top_k is not None:

@@ -53,13 +53,15 @@ def find_due(before: Progress, now: Progress, last_step: int, recipe: Recipe, re
     >>> [due.evaluate for due in dues], [due.save for due in dues]
     ([False, False, True, False, False, False], [False, False, False, True, False, True])
     """
-    is_last, ends_epoch = now.step == last_step, int(now.epoch) > int(before.epoch)
+    is_last = now.step == last_step
+    ends_epoch = int(now.epoch) > int(before.epoch)
 
     def is_due(strategy: str, interval: float | None) -> bool:
         every = count_steps(interval, last_step)
         return ends_epoch if strategy == "epoch" else every is not None and now.step % every == 0
 
-    run, checkpoint = recipe.run, recipe.checkpoint
+    run = recipe.run
+    checkpoint = recipe.checkpoint
     return Due(
         log=is_last or is_due("steps", run.logging_steps),
         evaluate=not is_last and is_due(run.eval_strategy, run.eval_steps),
@@ -87,7 +89,10 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
 
     Raises `Preempted` after a save that a signal asked for, `UserError` for a failed save or a loss not finite.
     """
-    recipe, world, saver, last_step = run.recipe, run.world, run.saver, run.schedule.steps
+    recipe = run.recipe
+    world = run.world
+    saver = run.saver
+    last_step = run.schedule.steps
     if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
@@ -95,7 +100,8 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     step = partial(
         train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard, in_backward=in_backward
     )
-    objective, compilation = run.objectives.training, Compilation(recipe.model.torch_compile)
+    objective = run.objectives.training
+    compilation = Compilation(recipe.model.torch_compile)
     with run.watchdog, saver, in_backward or nullcontext(), garbage_collected_between_lines():
         saver.check_save(last_step, run.data.train.steps_per_epoch)
         run.model.train()
@@ -108,7 +114,8 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
                 window.add(result.measured, objective.count(batch), batch, waited)
             else:
                 run.log.say(handle_nonfinite(recipe.optimization, result.failed_check, progress.skipped_steps, world))
-            before, progress = progress, progress.after_step(batch, is_skipped=result.failed_check is not None)
+            before = progress
+            progress = progress.after_step(batch, is_skipped=result.failed_check is not None)
 
             requests = signals.agree(world, saver.has_failed)
             if requests.failed_save:

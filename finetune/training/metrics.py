@@ -105,7 +105,8 @@ class Compilation:
         if not self._is_on:
             return None
         counters = torch._dynamo.utils.counters
-        graphs, cached = counters["stats"]["unique_graphs"], counters["inductor"]["fxgraph_cache_hit"]
+        graphs = counters["stats"]["unique_graphs"]
+        cached = counters["inductor"]["fxgraph_cache_hit"]
         compiled = counters["inductor"]["fxgraph_cache_miss"]
         if graphs == self._graphs:
             return None
@@ -271,7 +272,8 @@ class Display:
     def __init__(self, steps: int, start_step: int, losses: Iterable[float] = ()) -> None:
         """`losses`: those of the lines before `start_step`, from which the smoothed loss continues."""
         self._steps = steps
-        self._smoothed, self._weight = 0.0, 0.0
+        self._smoothed = 0.0
+        self._weight = 0.0
         for loss in losses:
             self._smooth(loss)
         self._seen: deque[tuple[int, float]] = deque([(start_step, time.perf_counter())], maxlen=RATE_LINES)

@@ -53,7 +53,8 @@ def sum_log_probabilities(
     `sequence_group`: the ranks that divide the documents' tokens between them; each returns the sums of all.
     """
     found = model(**inputs, head_function=head_log_probabilities)
-    of, documents = micro_batch.trained_documents, len(micro_batch.example_ids)
+    of = micro_batch.trained_documents
+    documents = len(micro_batch.example_ids)
     assert of is not None, "documents in groups say where each trained position belongs"
     zeros = torch.zeros(documents, dtype=torch.float64, device=found.device)
     if not documents:  # a filler: in the graph all the same, since its backward takes part in collectives
@@ -175,7 +176,8 @@ def _compute(
     SAVE_SECONDS, where a signal asks for it, and at the end."""
     began = kept = time.monotonic()
     nothing = torch.full((len(batches.examples),), torch.nan, dtype=torch.float64)
-    mine, documents = nothing.clone(), 0
+    mine = nothing.clone()
+    documents = 0
     for done, step in enumerate(steps, start=1):
         for each in (part for whole in batches.step_batch(step).micro_batches for part in (whole, whole.mismatched)):
             if each is None:
@@ -186,13 +188,16 @@ def _compute(
             if world.is_first_of_batch:  # the others know the same
                 mine[list(each.example_ids)] = found.cpu()
         if world.is_main and time.monotonic() - kept > SAVE_SECONDS:
-            signals.save, kept = True, time.monotonic()
+            signals.save = True
+            kept = time.monotonic()
             where = f"{name.replace('_', '-')}: {done:,} of {len(steps):,} batches"
             print(f"reference  {where}", file=sys.stderr, flush=True)
         requests = signals.agree(world)
         if requests.save or requests.stop or done == len(steps):
             reshard(model)
-            part, mine, signals.save = _gather(mine, world), nothing.clone(), False
+            part = _gather(mine, world)
+            mine = nothing.clone()
+            signals.save = False
             documents += int((~part.isnan()).sum())
             if world.is_main and done == len(steps):
                 what = f"{counted(documents, 'document')} ({name.replace('_', '-')})"
@@ -203,7 +208,8 @@ def _compute(
 def _gather(mine: Tensor, world: World) -> Tensor:
     """What any rank knows, on every rank. `mine`: nan where this one knows nothing; no two know the same."""
     known = ~mine.isnan()
-    total, ranks = world.sum(torch.where(known, mine, 0.0)), world.sum(known.double())
+    total = world.sum(torch.where(known, mine, 0.0))
+    ranks = world.sum(known.double())
     return torch.where(ranks > 0, total, torch.nan)
 
 

@@ -53,7 +53,9 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[str]:
     """The first screen of a run."""
-    sharding, world, recipe = run.world.sharding, run.world, run.recipe
+    sharding = run.world.sharding
+    world = run.world
+    recipe = run.recipe
     model: Any = unwrap(run.model)
     name = type(model).__name__.removeprefix("FSDP")  # FSDP2 changes the class
     layers = {type(layer).__name__.removeprefix("FSDP") for layer in decoder_layers(model)}
@@ -120,9 +122,11 @@ def describe_flash_kernels() -> list[str]:
 
 def describe_groups(world: World) -> list[str]:
     """The stages of a pipeline, and the ranks that divide the layers' matrices between them, if any."""
-    lines, groups = [], world.tensor_group_count
+    lines = []
+    groups = world.tensor_group_count
     if world.stages > 1:
-        of_ranks, schedule = counted(world.stage_size, "rank"), world.sharding.pipeline_schedule
+        of_ranks = counted(world.stage_size, "rank")
+        schedule = world.sharding.pipeline_schedule
         lines.append(f"        a pipeline of {world.stages} stages of {of_ranks} each ({schedule})")
     if world.sharding.divides_matrices:
         ranks = world.stage_size // groups
@@ -135,7 +139,8 @@ def describe_groups(world: World) -> list[str]:
 
 def describe_trained(recipe: Recipe) -> str:
     """What is trained, where it is not every parameter."""
-    lora, keys = recipe.lora, ("trainable_modules", "frozen_modules")
+    lora = recipe.lora
+    keys = ("trainable_modules", "frozen_modules")
     if not lora.use_peft:
         named = [f"{key}: {', '.join(getattr(recipe.model, key))}" for key in keys if getattr(recipe.model, key)]
         return f" ({'; '.join(named)})" if named else ""
@@ -160,7 +165,8 @@ def describe_unreached(size: ModelSize) -> list[str]:
 
 def describe_adapter(recipe: Recipe) -> list[str]:
     """The adapter that is trained further, if any, and another base than the recipe's that it names."""
-    name, model = recipe.lora.adapter_name_or_path, recipe.model.model_name_or_path or ""
+    name = recipe.lora.adapter_name_or_path
+    model = recipe.model.model_name_or_path or ""
     if name is None:
         return []
     base = read_json_object(find_adapter(name) / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -177,7 +183,8 @@ def describe_teacher(objective: Objective, longest: int) -> list[str]:
     if teacher is None:
         return []
     positions = getattr(text_config_of(teacher.model.config), "max_position_embeddings", None)
-    name, dtype = type(teacher.model).__name__.removeprefix("FSDP"), next(teacher.model.parameters()).dtype
+    name = type(teacher.model).__name__.removeprefix("FSDP")
+    dtype = next(teacher.model.parameters()).dtype
     return [
         f"teacher {name}, {teacher.size.total:,} parameters, frozen in {SHORT[dtype]}",
         *(f"        {line}" for line in check_longest_example(longest, positions, "teacher")),
@@ -329,7 +336,8 @@ def _short(text: str) -> str:
 
 def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     """Prints the plan of a run on prepared data."""
-    on_cpu, report = world.device.type == "cpu", data.report
+    on_cpu = world.device.type == "cpu"
+    report = data.report
     read = (report.tokens, data.train.steps) if report.is_complete else None
     plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu, read=read, images=data.images)
     ours = "causal SDPA, document by document" if on_cpu else "varlen"

@@ -119,19 +119,24 @@ def accumulate_gradients(
     `noise_seed`: seeds the noise on embeddings; None: there is none.
     A mixture of experts may add its routers' auxiliary loss, which is one of the whole step as well.
     """
-    total, routing = Measured(torch.zeros((), device=world.device)), find_routing(unwrap(model))
+    total = Measured(torch.zeros((), device=world.device))
+    routing = find_routing(unwrap(model))
     count = max(1, objective.count(batch))
     objective = objective.prepare(model, lambda: batch.micro_batches, world)
 
     def inputs_of(micro_batch: MicroBatch) -> dict[str, Any]:
         inputs = micro_batch.to(world.device).inputs
         if noise_seed is not None:
-            ids, lengths, first = micro_batch.example_ids, micro_batch.document_lengths, micro_batch.first_token
+            ids = micro_batch.example_ids
+            lengths = micro_batch.document_lengths
+            first = micro_batch.first_token
             inputs["noisy_documents"] = NoisyDocuments(noise_seed, batch.step, ids, lengths, first)
         return inputs
 
-    each, pipeline = batch.micro_batches, find_pipeline(unwrap(model))
-    inputs, is_one = map(inputs_of, each), len(each) == 1 and pipeline is None
+    each = batch.micro_batches
+    pipeline = find_pipeline(unwrap(model))
+    inputs = map(inputs_of, each)
+    is_one = len(each) == 1 and pipeline is None
     add_auxiliary = auxiliary_loss_of_step(model, routing, inputs, batch.tokens, world, is_one_forward=is_one)
 
     def measure(micro_batch: MicroBatch) -> torch.Tensor:
@@ -269,7 +274,8 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
 
     Raises `UserError` where `on_nonfinite` is stop, or `max_skipped_steps` have been skipped already.
     """
-    ids, more = check.example_ids[:SHOWN_IDS], max(0, len(check.example_ids) - SHOWN_IDS)
+    ids = check.example_ids[:SHOWN_IDS]
+    more = max(0, len(check.example_ids) - SHOWN_IDS)
     reports = world.gather({"loss": _describe(check.loss_sum), "ids": ids, "more": more})
     bad = {rank: r for rank, r in enumerate(reports) if r["loss"] in ("nan", "inf")} or dict(enumerate(reports))
     places = "; ".join(

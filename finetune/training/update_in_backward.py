@@ -26,7 +26,9 @@ class UpdateInBackward:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, world: World) -> None:
-        self._optimizer, self._seed, self._world = optimizer, recipe.run.seed, world
+        self._optimizer = optimizer
+        self._seed = recipe.run.seed
+        self._world = world
         self._reads_flag = OPTIMIZERS[recipe.optimization.optim].reads_found_inf
         # Where the guard of the run has set a flag on the optimizer already, it is the same one.
         flag: torch.Tensor | None = getattr(optimizer, "found_inf", None)

@@ -37,9 +37,12 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, timeout_seconds: float) -> None:
-        self._rank, self._timeout = rank, timeout_seconds
-        self._doing, self._since = "starting", time.monotonic()
-        self._ended, self._watching = threading.Event(), False
+        self._rank = rank
+        self._timeout = timeout_seconds
+        self._doing = "starting"
+        self._since = time.monotonic()
+        self._ended = threading.Event()
+        self._watching = False
 
     def __enter__(self) -> "Watchdog":
         self._watching = True
@@ -54,7 +57,8 @@ class Watchdog:
 
     def beat(self, doing: str) -> None:
         """Reports progress: `doing` starts now. Of no effect outside the `with`."""
-        self._doing, self._since = doing, time.monotonic()
+        self._doing = doing
+        self._since = time.monotonic()
         if self._watching:
             # In case the hang holds Python's lock: a timer of the C runtime. A notebook's own stderr is not a file.
             faulthandler.dump_traceback_later(self._timeout + 5.0, exit=True, file=sys.__stderr__ or sys.stderr)
@@ -164,7 +168,8 @@ class SignalListener:
         if number == signal.SIGUSR1:
             self.save = True
         elif number in STOPPING and not self.stop:
-            self.stop, self._asked_at = True, time.monotonic()
+            self.stop = True
+            self._asked_at = time.monotonic()
             when = " once torch.compile is done" if _compiles() else ""
             # A rank gets SIGTERM when its launcher ends, whoever ended that.
             cause = signal.Signals(number).name if self._is_launched() else "the launcher has ended"

@@ -90,7 +90,8 @@ class Quantizer:
 def make_quantizer(keys: QuantizationAware, dtype: torch.dtype | None) -> Quantizer:
     """The quantizer of a scheme in EXPORTED."""
     assert keys.quantization_aware_training is not None
-    scheme, group = SCHEMES[keys.quantization_aware_training], keys.qat_group_size
+    scheme = SCHEMES[keys.quantization_aware_training]
+    group = keys.qat_group_size
     kind = "float" if scheme.is_float else "int"
     strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
     weights = QuantizationArgs(num_bits=scheme.weight_bits, type=kind, symmetric=True, **strategy)
@@ -148,8 +149,10 @@ class CompressedPlan:
     def _measure(self, files: WrittenFiles) -> str:
         """The loss beside the unquantized model's, on rows of the run. Raises `UserError` if it is far more."""
         model: Any = self.target.model
-        parameters, vocabulary = sum(p.numel() for p in model.parameters()), model.config.get_text_config().vocab_size
-        rows, most = read_comparison_rows(self.source.run, parameters, vocabulary), self.options.max_loss_increase
+        parameters = sum(p.numel() for p in model.parameters())
+        vocabulary = model.config.get_text_config().vocab_size
+        rows = read_comparison_rows(self.source.run, parameters, vocabulary)
+        most = self.options.max_loss_increase
         if rows is None:
             if most is not None:
                 raise UserError(f"{self.source.path}: --max-loss-increase: the run kept no rows to measure on; omit it")
@@ -209,7 +212,8 @@ def plan_compressed(
     quantizer = make_quantizer(keys, source.compute_dtype if is_trained else None)
     if quantizer.scheme.weights.type == "int" and not is_installed("torchao"):
         raise UserError(f"--quantization: {keys.quantization_aware_training} needs torchao: pip install torchao")
-    layers, group = find_quantizable(target.model), keys.qat_group_size
+    layers = find_quantizable(target.model)
+    group = keys.qat_group_size
     for name, layer in layers.items():
         if group is not None and layer.in_features % group:
             raise UserError(f"--group-size: {group} does not divide the {layer.in_features} inputs of {name}")

@@ -77,7 +77,8 @@ class GgufPlan:
         said = []
         with progress_bar("writing GGUF", sum(file.byte_count for file in self.files)) as advance:
             for file, file_type in zip(self.files, self.types, strict=True):
-                written, verdict = write_file(folder, file, advance), "not verified"
+                written = write_file(folder, file, advance)
+                verdict = "not verified"
                 if logits is not None:
                     _raise_if_any(file.name, find_differences(folder / file.name, file, written))
                     if file.name in self.asked:
@@ -141,7 +142,8 @@ def plan_gguf(
     others = [each for each in types if each not in FILE_TYPES]
     exact = DTYPES[weights.dtype]  # what llama.cpp quantizes
     written = [*([exact] if exact in own or others else []), *(each for each in own if each != exact)]
-    architecture, name = find_llama_cpp(config.model_type).architecture, file_name(title)
+    architecture = find_llama_cpp(config.model_type).architecture
+    name = file_name(title)
     write_keys = partial(_write_keys, config=config, vocabulary=vocabulary, title=title, where=where)
     files = tuple(plan_file(f"{name}-{each.upper()}.gguf", architecture, tensors, each, write_keys) for each in written)
     return GgufPlan(
@@ -215,7 +217,10 @@ def _largest_error(path: Path, of: PlannedFile) -> float:
     _raise_if_any(path.name, problems)
     worst = 0.0
     for tensor, _ in of.tensors:
-        theirs, position, squares, errors = found[tensor.name], 0, 0.0, 0.0
+        theirs = found[tensor.name]
+        position = 0
+        squares = 0.0
+        errors = 0.0
         rows = theirs.data.reshape(-1, theirs.data.shape[-1])
         for block in tensor.blocks():
             block = block.reshape(-1, tensor.shape[-1])
@@ -237,7 +242,8 @@ def _raise_if_any(name: str, problems: list[str], what: str = "what the model ne
         raise UserError.of([f"{name}: not exported: the file does not hold {what}", *problems[:10]])
 
 
-A, B = ".lora_A.weight", ".lora_B.weight"
+A = ".lora_A.weight"
+B = ".lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +275,8 @@ def _plan_adapter(source: Source, target: TargetModel, options: ExportOptions, t
 
     Raises `UserError` where llama.cpp would apply another adapter: it knows A and B of linear layers alone.
     """
-    adapter, where = source.adapter, str(source.path)
+    adapter = source.adapter
+    where = str(source.path)
     model: Any = target.model
     assert adapter is not None
     config = model.config.get_text_config()

@@ -92,7 +92,8 @@ def plan_file(
     writer.add_file_type(FILE_TYPES[file_type][1])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for tensor, kind in chosen:
-        shape, size = gguf.quant_shape_to_byte_shape(tensor.shape, kind), byte_count(tensor, kind)
+        shape = gguf.quant_shape_to_byte_shape(tensor.shape, kind)
+        size = byte_count(tensor, kind)
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), size, raw_dtype=kind)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "header"

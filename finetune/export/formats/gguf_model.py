@@ -59,7 +59,8 @@ def check_config(config: Any, where: str) -> list[str]:
     Raises `UserError` where it would compute another model.
     """
     family = find_llama_cpp(config.model_type)
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    heads = config.num_attention_heads
+    layers = config.num_hidden_layers
     differing: dict[str, tuple[Any, Any]] = {
         "hidden_act": (_get(config, "hidden_act", "hidden_activation"), family.activation),
         "query_pre_attn_scalar": (

@@ -16,7 +16,8 @@ from finetune.files.json_files import read_json_object
 SPACE = "\u2581"  # SentencePiece writes it for a space
 END = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 START = r"[^\r\n\p{L}\p{N}]?"
 CASES = f"{START}{UPPER}*{LOWER}+%s|{START}{UPPER}+{LOWER}*%s|\\p{{N}}%s| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*"
 CASES += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -110,8 +111,10 @@ def _spell(token: str) -> str:
 def _list_tokens(tokenizer: Any, rows: int, model: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     """The token of each row of the embedding, and its kind; rows without one get a name that no text has."""
     names = {number: token for token, number in tokenizer.get_vocab().items()}
-    added, types = tokenizer.added_tokens_decoder, gguf.TokenType
-    tokens, kinds = list[str](), list[int]()
+    added = tokenizer.added_tokens_decoder
+    types = gguf.TokenType
+    tokens = list[str]()
+    kinds = list[int]()
     for number in range(rows):
         token = names.get(number, f"[PAD{number}]")
         if number not in names:
@@ -119,7 +122,8 @@ def _list_tokens(tokenizer: Any, rows: int, model: Mapping[str, Any]) -> tuple[l
         elif number in added and (added[number].special or _looks_special(token)):
             kind = types.UNKNOWN if token == model.get("unk_token") else types.CONTROL
         elif number in added:
-            token, kind = token.replace(SPACE, " "), types.USER_DEFINED
+            token = token.replace(SPACE, " ")
+            kind = types.USER_DEFINED
         elif token == model.get("unk_token"):
             kind = types.UNKNOWN
         else:
@@ -221,7 +225,8 @@ def _find_doubts(vocabulary: Mapping[str, int], pairs: set[tuple[str, ...]]) -> 
     for token in vocabulary:
         if not _is_byte(token):
             for cut in range(1, len(token)):
-                first, second = token[:cut], token[cut:]
+                first = token[:cut]
+                second = token[cut:]
                 if first in vocabulary and second in vocabulary and (first, second) not in pairs:
                     return (
                         f"llama.cpp may cut some texts otherwise: it merges {first!r} with {second!r}, which this "

@@ -77,7 +77,8 @@ class StoredTeacher:
 
     def recall(self, micro_batch: MicroBatch) -> HeadFunction:
         """As `Teacher.compare`, for a micro-batch on the device."""
-        device, k = micro_batch.labels.device, self.pieces[0][0].shape[1]
+        device = micro_batch.labels.device
+        k = self.pieces[0][0].shape[1]
         read = [(self.pieces[p], slice(f, f + n)) for p, f, n in self.places[list(micro_batch.example_ids)].tolist()]
         ids = np.concatenate([np.zeros((1, k), np.int32), *(ids[tokens] for (ids, _), tokens in read)])
         scores = np.concatenate([np.zeros((1, k + 1), np.float32), *(each[tokens] for (_, each), tokens in read)])
@@ -102,7 +103,8 @@ def find_stored_teacher(
     """
     batches = {"training": data.train, "held_out": data.evaluation}
     stored = {name: each for name, each in batches.items() if isinstance(each, StoredBatches)}
-    ranks, keys = RankGroup(world), recipe.method
+    ranks = RankGroup(world)
+    keys = recipe.method
     asked = [inputs.get("teacher"), keys.teacher_load_in_4bit, keys.temperature, keys.distill_top_k]
     key: str = ranks.on_main(lambda: hash_inputs(recipe, stored, json.dumps(asked), world))
     folders = {name: cache_folder(recipe.data) / f"teacher-{key}" / name for name in stored}
@@ -155,7 +157,8 @@ def _store(
     teacher: Teacher, folder: Path, batches: StoredBatches, model: nn.Module, recipe: Recipe, world: World
 ) -> None:
     """Keeps in `folder` what the teacher says of the trained tokens. All ranks call it; each writes its own."""
-    began, k = time.monotonic(), recipe.method.distill_top_k or 1
+    began = time.monotonic()
+    k = recipe.method.distill_top_k or 1
     heads: list[Any] = [unwrap(each).get_output_embeddings() for each in (model, teacher.model)]
     rows = min(head.weight.shape[0] for head in heads)
     said: list[tuple[NDArray[Any], ...]] = [
@@ -172,7 +175,8 @@ def _store(
     reshard(teacher.model)
 
     def write() -> None:
-        stem, files = f"piece-{world.rank:05d}-of-{world.size:05d}", dict[str, object](rows=rows)
+        stem = f"piece-{world.rank:05d}-of-{world.size:05d}"
+        files = dict[str, object](rows=rows)
         for part, arrays in zip(PARTS, zip(*said, strict=True), strict=True):
             content = io.BytesIO()
             np.save(content, np.concatenate(arrays), allow_pickle=False)

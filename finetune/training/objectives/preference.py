@@ -139,13 +139,16 @@ class PreferenceObjective(Objective):
         """The losses of the micro-batch's pairs, and TRL's metrics of them."""
         reference = None if self.reference is None else Pairs.of(self.reference(model, micro_batch))
         documents, tokens = sum_log_probabilities(model, micro_batch, inputs, self.sequence_group)
-        policy, lengths = Pairs.of(documents), Pairs.of(tokens)
+        policy = Pairs.of(documents)
+        lengths = Pairs.of(tokens)
         per_token = self.chosen_tokens_per_pair or batch.chosen_tokens / max(1, batch.groups)
         metrics: dict[str, Tensor] = {}
         if reference is not None:
             ratios = Pairs(policy.chosen - reference.chosen, policy.rejected - reference.rejected)
             losses = WITH_REFERENCE[self.keys.method](ratios, lengths, self.keys, self.label_smoothing)
-            rewards, shown, weight = ratios, policy, self.keys.rpo_alpha or 0.0
+            rewards = ratios
+            shown = policy
+            weight = self.keys.rpo_alpha or 0.0
         else:
             rewards = shown = policy.divide_by(lengths)
             compute, weight = WITHOUT_REFERENCE[self.keys.method]
@@ -203,7 +206,8 @@ class RatingObjective(Objective):
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's answers, and TRL's metrics of them: chosen are those that are rated good."""
-        desirable, kl = micro_batch.desirable, self.kl
+        desirable = micro_batch.desirable
+        kl = self.kl
         assert desirable is not None and kl is not None, "answers are rated, and `prepare` has been called"
         reference = self.reference(model, micro_batch)
         policy, _ = sum_log_probabilities(model, micro_batch, inputs, self.sequence_group)
