@@ -145,7 +145,7 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     _take(plan, "--disk", "SIZE", "for checkpoints and export, which is compared too")
     _take(plan, "--gpu-link", "SIZE", "bytes a second, one way, between GPUs of a node (default: 450GB)")
     _take(plan, "--network", "SIZE", "bytes a second, one way, from a node to others (default: 400GB)")
-    _take(plan, "--mfu", "SHARE", "assumed share of the peak FLOP/s (default: 0.4)", type=float)
+    _take(plan, "--mfu", "SHARE", "assumed share of the peak FLOP/s (default: as measured, 0.22 to 0.58)", type=float)
     _flag(plan, "--json", "print JSON")
 
     inspect = _add(subcommands, "inspect", "show the data as the model will see it, and what is wrong with it")

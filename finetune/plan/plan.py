@@ -25,7 +25,7 @@ from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
 from finetune.plan.architecture import Architecture, find_config, read_architecture
 from finetune.plan.run_spec import CPU_PROCESS_BYTES, Disk, Host, RunSpec, TeacherSpec, plan_disk, plan_host
-from finetune.plan.speed import ASSUMED_MFU, Links, Speed, estimate_speed
+from finetune.plan.speed import Links, Speed, assume_mfu, estimate_speed
 from finetune.plan.step_memory import Phase, find_peak, plan_phases
 from finetune.plan.table import (
     align_columns,
@@ -73,13 +73,14 @@ def make_plan(
     sharding: Sharding,
     ranks: int,
     *,
-    mfu: float = ASSUMED_MFU,
+    mfu: float | None = None,
     on_cpu: bool = False,
     read: tuple[int, int] | None = None,
     links: Links | None = None,
     images: str | None = None,
 ) -> Plan:
-    """The plan of a run. `read`: an epoch's tokens and the run's steps, if known; `links`: other than the device's.
+    """The plan of a run. `mfu`: the share of the device's peak, by default what was measured; `read`: an epoch's tokens
+    and the run's steps, if known; `links`: other than the device's.
 
     Raises `UserError` for a config.json that cannot be read or is of no known family, and an unsupported run.
     """
@@ -100,11 +101,11 @@ def make_plan(
     )
     problems = refuse_problems(replace(spec, recipe=asked).find_problems())
     phases = plan_phases(spec)
-    speed = estimate_speed(spec, mfu, read, links)
+    speed = estimate_speed(spec, assume_mfu(spec) if mfu is None else mfu, read, links)
     remarks = (
         *_find_remarks(config, recipe.data.max_length),
         *_describe_traces(spec),
-        *_judge_pipeline(spec, speed, mfu, links),
+        *_judge_pipeline(spec, speed, links),
     )
     return Plan(
         spec=spec,
@@ -147,7 +148,7 @@ def _describe_traces(spec: RunSpec) -> Iterator[str]:
         )
 
 
-def _judge_pipeline(spec: RunSpec, speed: Speed, mfu: float, links: Links | None) -> Iterator[str]:
+def _judge_pipeline(spec: RunSpec, speed: Speed, links: Links | None) -> Iterator[str]:
     """Whether a pipeline waits much; or a stage on each node, where ranks would wait for the layers of all nodes."""
     nodes = spec.ranks // spec.ranks_per_node
     if spec.bubble > LARGE_BUBBLE:
@@ -164,7 +165,7 @@ def _judge_pipeline(spec: RunSpec, speed: Speed, mfu: float, links: Links | None
     )
     if staged.accumulation < nodes or any(not problem.is_note for problem in staged.find_problems()):
         return
-    other = estimate_speed(staged, mfu, None, links)
+    other = estimate_speed(staged, speed.mfu, None, links)
     now, then = (
         max(each.seconds_per_step, each.communication_seconds) + each.awaited_seconds for each in (speed, other)
     )
@@ -298,8 +299,8 @@ def _torch_version() -> tuple[int, int]:
 def plan_command(arguments: argparse.Namespace) -> int:
     """Prints the plan of `arguments.recipe`. Returns 1 where it does not fit what is given of a machine, else 0."""
     room = read_room(arguments.gpu_memory, arguments.host_memory, arguments.disk)
-    mfu = ASSUMED_MFU if arguments.mfu is None else arguments.mfu
-    if not 0 < mfu <= 1:
+    mfu: float | None = arguments.mfu
+    if mfu is not None and not 0 < mfu <= 1:
         raise UserError(f"--mfu {mfu}: must be above 0 and at most 1; for example --mfu 0.4")
     if arguments.num_processes is not None and arguments.num_processes < 1:
         raise UserError(f"--num-processes {arguments.num_processes}: a run has at least one rank")

@@ -222,7 +222,13 @@ def _of_experts(spec: RunSpec) -> Iterator[Collective]:
 
 
 ASSUMED_DEVICE = "H100"
-ASSUMED_MFU = 0.4
+# The shares of its peak that one H200 reached (benchmarks/results/gpu.json), a little rounded down.
+MIXTURE_MFU = 0.28  # 30B-A3B, LoRA, one row of 4,096 tokens, checkpointed
+FULL_MFU = 0.55
+ADAPTER_MFU = 0.58
+CHECKPOINTED_FULL_MFU = 0.5
+CHECKPOINTED_ADAPTER_MFU = 0.41
+UNCOMPILED = 0.77  # of what compiled layers reach (1B on an H100)
 DEVICE_BYTES_PER_SECOND = 3.35e12  # the assumed device's memory
 PCIE_BYTES_PER_SECOND = 25e9  # of one GPU to its host and back
 NVME_BYTES_PER_SECOND = 5e9  # of one node, read and written in turns
@@ -264,6 +270,18 @@ class Speed:
     def is_meaningful(self) -> bool:
         """Whether a step is long enough for its time to follow from its FLOP."""
         return self.micro_batch_seconds >= MIN_MICRO_BATCH_SECONDS
+
+
+def assume_mfu(spec: RunSpec) -> float:
+    """The share of the peak that such a run reached where it was measured."""
+    is_checkpointed = spec.sharding.activation_checkpointing
+    if spec.architecture.mixture is not None:
+        share = MIXTURE_MFU
+    elif spec.recipe.lora.use_peft:
+        share = CHECKPOINTED_ADAPTER_MFU if is_checkpointed else ADAPTER_MFU
+    else:
+        share = CHECKPOINTED_FULL_MFU if is_checkpointed else FULL_MFU
+    return share if spec.recipe.model.torch_compile else share * UNCOMPILED
 
 
 def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = None, links: Links | None = None) -> Speed:
@@ -352,7 +370,9 @@ def _fp8_share(spec: RunSpec, flops: float) -> float:
 def _count_frozen(spec: RunSpec) -> int:
     """The base's numbers in matrix products that get no gradient."""
     a = spec.architecture
-    frozen = sum(t.numel for t in spec.tensors if not t.trainable and (a.tied or t.name != a.embedding.name))
+    trained = {tensor.name for tensor in spec.tensors if tensor.trainable}
+    left_out = trained if a.tied else trained | {a.embedding.name}
+    frozen = sum(tensor.numel for tensor in a.tensors() if tensor.name not in left_out)
     return frozen - (a.idle_parameters if spec.recipe.lora.use_peft else 0)
 
 
