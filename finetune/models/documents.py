@@ -47,6 +47,7 @@ from finetune.models.routing import find_routing
 
 # A recipe's name -> the module of its package, torch's name for it.
 FLASH_PACKAGES = {"flash_attention_3": ("flash_attn_interface", "FA3"), "flash_attention_4": ("flash_attn.cute", "FA4")}
+FLASH_ON_INDEX = "flash-attn-4"  # FlashAttention 3 has no wheel there
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -182,6 +183,18 @@ def activate_fastest_kernels() -> None:
         with suppress(UserError):
             if major in FLASH_GPUS[name] and activate_flash_kernels(name):
                 return
+
+
+def find_missing_flash_package() -> str | None:
+    """The package on the index whose FlashAttention this GPU would run, where it is not installed."""
+    if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
+        return None
+    major, _ = torch.cuda.get_device_capability()
+    module, _ = FLASH_PACKAGES["flash_attention_4"]
+    with suppress(ImportError):  # of the package that the module is in
+        if importlib.util.find_spec(module) is not None:
+            return None
+    return FLASH_ON_INDEX if major in FLASH_GPUS["flash_attention_4"] else None
 
 
 def activate_flash_kernels(implementation: str) -> bool:

@@ -30,6 +30,7 @@ from finetune.files.json_files import read_json_lines, read_json_object
 from finetune.files.run_files import find_divergence, losses_of
 from finetune.models.carried import describe_carried
 from finetune.models.cpu_products import describe_products
+from finetune.models.documents import find_missing_flash_package
 from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher
 from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear, quantized_layers
@@ -115,9 +116,12 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
 
 
 def describe_flash_kernels() -> list[str]:
-    """The installed package that computes attention, if any."""
+    """The installed package that computes attention; or, on a GPU that it would run on, which one to install."""
     name = current_flash_attention_impl()
-    return [f"        attention by the installed FlashAttention {name[-1]}"] if name else []
+    if name is not None:
+        return [f"        attention by the installed FlashAttention {name[-1]}"]
+    package = find_missing_flash_package()
+    return [f"        attention by torch's FlashAttention 2; pip install {package} for a faster one"] if package else []
 
 
 def describe_groups(world: World) -> list[str]:

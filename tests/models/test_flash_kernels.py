@@ -65,10 +65,14 @@ def test_auto_stays_with_torchs_own_where_a_run_is_deterministic_or_nothing_is_i
     pretend_gpu(monkeypatch, (9, 0))
     install_attention(build("llama"))
     assert torch_attention.current_flash_attention_impl() is None
+    assert describe_flash_kernels() == [
+        "        attention by torch's FlashAttention 2; pip install flash-attn-4 for a faster one"
+    ]
     request.getfixturevalue("installed")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     install_attention(build("llama"))
     assert torch_attention.current_flash_attention_impl() is None
+    assert describe_flash_kernels() == []
 
 
 def test_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
