@@ -23,6 +23,7 @@ def test_the_page_has_the_table_of_the_counts() -> None:
     named = {line.split("|")[1].strip(): line.split("|")[2:] for line in table.splitlines() if line.startswith("| ")}
     faults, lost, silent = (int(cell.strip().replace(",", "")) for cell in named["all"][:3])
     assert (faults, lost, silent) == (counts["faults"], counts["lost"], counts["silent"]) and lost == silent == 0
+    assert faults >= 3000
     rows = [
         int(cells[0].strip().replace(",", ""))
         for name, cells in named.items()

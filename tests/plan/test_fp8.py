@@ -47,6 +47,13 @@ def test_the_time_is_at_both_peaks() -> None:
     assert seconds.seconds_per_step < estimate_speed(accurate, 0.4).seconds_per_step < plain.seconds_per_step
 
 
+@pytest.mark.parametrize(("hidden", "is_said"), [(2048, True), (4096, False)])
+def test_narrow_layers_get_a_remark_that_bf16_is_faster(hidden: int, is_said: bool) -> None:
+    spec = make_spec(LLAMA_31_8B | {"hidden_size": hidden, "head_dim": 128}, ranks=1, sharding=FP8)
+    notes = [str(problem) for problem in spec.find_problems() if problem.is_note]
+    assert any("the casts to FP8 cost more" in note for note in notes) == is_said
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("tokens", [64, 1024])
 def test_what_a_layer_holds_while_it_casts(name: Any, tokens: int) -> None:
