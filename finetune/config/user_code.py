@@ -41,8 +41,12 @@ def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
         return text
     file, _, name = text.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
-        or_known = f", or one of {', '.join(known)}" if known else ""
-        raise ValueError(f"{text}: name a Python file and what is in it, such as my_data.py:rows{or_known}")
+        if close := difflib.get_close_matches(text, known, n=1):
+            raise ValueError(f"{text}: did you mean {close[0]}?")
+        if known:
+            names = ", ".join(known)
+            raise ValueError(f"{text}: name one of {names}, or a Python file and what is in it, as my_rewards.py:right")
+        raise ValueError(f"{text}: name a Python file and what is in it, such as my_data.py:rows")
     path = next((path for path in (Path(file).expanduser(), folder / file) if path.is_file()), None)
     if path is None:
         raise ValueError(f"{file}: no such file, here or in the recipe's folder")

@@ -423,7 +423,15 @@ def apply_template(
             **renderer.variables,
         )
     except TEMPLATE_ERRORS as error:
-        raise BadRow(f"the chat template rejects it: {error}") from None
+        raise _rejected(messages, error) from None
+
+
+def _rejected(messages: list[Message], error: Exception) -> BadRow:
+    if any(isinstance(message.get("content"), list) for message in messages):
+        return BadRow(
+            f"the chat template writes no images ({error}); leave chat_template out, so that the model's own is used"
+        )
+    return BadRow(f"the chat template rejects it: {error}")
 
 
 def apply_marked_template(renderer: Renderer, messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
@@ -439,5 +447,5 @@ def _render(renderer: Renderer, messages: list[Message], tools: Tools, **options
             [messages], tools=list(tools) or None, chat_template=renderer.template, **options, **renderer.variables
         )
     except TEMPLATE_ERRORS as error:
-        raise BadRow(f"the chat template rejects it: {error}") from None
+        raise _rejected(messages, error) from None
     return str(texts[0]), list(spans[0]) if spans else []

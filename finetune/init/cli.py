@@ -207,7 +207,8 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
 
     def read(name: str) -> str:
         if name not in known:
-            raise UserError(f"--method: {name} does not fit this data; choose one of {', '.join(known)}")
+            problem = "does not fit this data" if name in METHODS else "no such method"
+            raise UserError(f"--method: {name}: {problem}; choose one of {', '.join(known)}")
         return name
 
     asked = "; ".join(f"{name} {METHODS[name].says.partition(' (')[0]}" for name in known)

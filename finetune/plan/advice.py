@@ -61,6 +61,7 @@ class Need:
     device: int
     host: int
     disk: int
+    is_on_cpu: bool = False  # the CPU computes
 
     def fits_memory(self, room: Room) -> bool:
         """Whether the memory that is known is enough."""
@@ -75,7 +76,7 @@ def count_need(spec: RunSpec) -> Need:
     """What the run needs of a GPU, of a node's memory, and of the disk."""
     peak = find_peak(spec).total
     disk = plan_disk(spec)
-    return Need(peak, plan_host(spec, peak).total, disk.total)
+    return Need(peak, plan_host(spec, peak).total, disk.total, is_on_cpu=spec.device == "cpu")
 
 
 NeedAfter = Callable[[Sequence[Change]], Need]

@@ -58,7 +58,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     sharding = spec.sharding
     trained = spec.trained_numel
     tokens = spec.tokens_per_step
-    active = f"{count(a.parameters - a.idle_parameters)} active, " if a.idle_parameters else ""
+    active = f"{count(a.parameters - a.idle_parameters)} active, " if a.facts.experts else ""
     checkpointing = "off"
     if sharding.activation_checkpointing:
         every = recipe.model.activation_checkpointing_every
@@ -307,7 +307,7 @@ def compare_need(need: Need, room: Room) -> str:
     '20.00 of 24.00 GiB on each GPU, 211 of 62.00 GiB of host memory, 45.00 GiB of disk'
     """
     parts = (
-        (need.device, room.device, "on each GPU"),
+        (need.device, room.device, "where the CPU computes" if need.is_on_cpu else "on each GPU"),
         (need.host, room.host, "of host memory"),
         (need.disk, room.disk, "of disk"),
     )
