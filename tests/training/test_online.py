@@ -360,8 +360,8 @@ def test_later_updates_on_the_same_completions_are_those_of_a_plain_loop(again: 
         assert [step[name] for name in RATIO_SHARES] == pytest.approx(shares.tolist(), abs=1e-6)
     assert step["step"] == 3 and step["clip_ratio"] > 0.05 and step["log_ratio/mean"] > 0.05
     assert step["ratio/outside"] > step["clip_ratio"]
-    said, made = last_screen(again, 3)
-    assert made.endswith(str(again / "completions.jsonl"))
+    said, memory, made = last_screen(again, 3)
+    assert made.endswith(str(again / "completions.jsonl")) and memory.endswith("GiB planned")
     outside = sum(line["ratio/outside"] for line in steps_of(again)) / 3
     assert said.startswith(
         f"ratios  of training to sampling: {outside:.2%} of the tokens outside the bounds, mean squared"
