@@ -55,6 +55,15 @@ class UserError(Exception):
         return cls("\n".join(problems))
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an optional part of this package. It is on no package index.
+
+    >>> install_command("images")
+    'pip install -e ".[images]" in a clone of the repository'
+    """
+    return f'pip install -e ".[{extra}]" in a clone of the repository'
+
+
 def first_line(error: Exception) -> str:
     """The first line of a library's error; the error's class where it says nothing.
 

@@ -1,5 +1,6 @@
 """What an installed package holds: everything, under one name."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -89,3 +90,14 @@ def test_the_wheel_puts_nothing_beside_finetune_and_finds_its_recipes(tmp_path: 
     printed = subprocess.run(plan, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert "llama, 1.1 M parameters" in printed
     assert "site-packages/finetune/accelerate_configs/fsdp_full_shard.yaml" in printed
+
+
+def test_nothing_advises_a_package_of_another_project() -> None:
+    """`finetune` on the package index is not this one; ours has another name, and is on none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] != "finetune"
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "finetune").rglob("*.py")]
+    files += [*(ROOT / "examples").rglob("*.*"), *(ROOT / "recipes").rglob("*.yaml")]
+    advice = re.compile(r"""(pip|uv pip|pipx) install [^\n`]*?["' ]finetune(\[|["'\s`]|$)""")
+    wrong = [str(path) for path in files if advice.search(path.read_text(encoding="utf-8", errors="replace"))]
+    assert wrong == []

@@ -13,7 +13,7 @@ from finetune.config.optimization import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.rule import BF16, Case, Problem, Rule, has_fp8, is_quantized, is_set
 from finetune.config.schema import Recipe
-from finetune.errors import UserError
+from finetune.errors import UserError, install_command
 
 TRACKERS: Mapping[str, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 # The least compute capability: Ada's (L40S, RTX 4090) and MI300's.
@@ -161,7 +161,7 @@ MACHINE: tuple[Rule, ...] = (
                 name in (c["report_to"], *c["report_to"]) and not c.machine.has_package(package)
             ),
             message=f"report_to: {name}: its package is not installed",
-            advice=f'pip install "finetune[{name}]", or set report_to: none (metrics.jsonl is always written)',
+            advice=f"{install_command(name)}, or set report_to: none (metrics.jsonl is always written)",
             fix={"report_to": "none"},
         )
         for name, package in TRACKERS.items()

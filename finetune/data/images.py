@@ -24,7 +24,7 @@ from finetune.config.schema import Model
 from finetune.constants import PROCESSOR_FILES
 from finetune.data.messages import IMAGE, BadRow, describe_value
 from finetune.data.readers import UNPACKED_TIMES, most_unpacked
-from finetune.errors import UserError
+from finetune.errors import UserError, install_command
 
 MAX_PIXELS = 89_478_485  # of an image; Pillow warns beyond it
 MAX_BYTES = 4 * MAX_PIXELS  # of its file
@@ -114,7 +114,7 @@ def open_image(image: EncodedImage) -> Any:
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
-        raise UserError('images need Pillow; pip install "finetune[images]"') from None
+        raise UserError(f"images need Pillow; {install_command('images')}") from None
     name = f"image: {image.path or f'of {len(image.content):,} bytes'}"
     try:
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own bounds are below it

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.constants import ADAPTER, EXPORT
 from finetune.data.formats import Conversation
 from finetune.data.messages import IMAGE, OWN_VARIABLES
-from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, install_command
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json
 from finetune.files.run_files import (
@@ -78,7 +78,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
     reference = find_model(options.source)
     other = _find_base(options, reference)
     if (spec := find_spec("lm_eval")) is None or spec.origin is None:
-        raise UserError('finetune evaluate needs lm-eval; pip install "finetune[evaluate]"')
+        raise UserError(f"finetune evaluate needs lm-eval; {install_command('evaluate')}")
     _refuse_unknown_tasks(tasks, [options.include_path, Path(spec.origin).parent / "tasks"])
 
     from finetune.inference.harness import BenchmarkOptions, evaluate_models

@@ -23,7 +23,7 @@ from markupsafe import Markup
 
 from finetune import __version__
 from finetune.config.keys import leaves
-from finetune.errors import UserError
+from finetune.errors import UserError, install_command
 from finetune.files.durable import replace_file, restore_exports
 from finetune.plan.plan import Plan
 from finetune.report.charts import draw_loss_png, make_charts
@@ -303,7 +303,8 @@ def report_command(arguments: argparse.Namespace) -> int:
             written.append(path.with_suffix(".png") if arguments.output else path.with_name("loss.png"))
             draw_loss_png(runs, written[-1])
         else:
-            print('no PNG of the loss: matplotlib is not installed; pip install "finetune[plots]"', file=sys.stderr)
+            command = install_command("plots")
+            print(f"no PNG of the loss: matplotlib is not installed; {command}", file=sys.stderr)
     except OSError as error:
         raise UserError(
             f"{written[-1]}: cannot be written ({error.strerror}); name another file with --output"

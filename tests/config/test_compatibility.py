@@ -216,7 +216,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
          "export_formats: compressed-tensors needs compressed_tensors; pip install compressed-tensors, or remove it"),
         (["export_formats=[safetensors, gguf]"], FSDP2, "export_formats: gguf needs gguf; pip install gguf"),
         (QAT, FSDP2, "quantization_aware_training needs torchao; pip install torchao, or remove the key"),
-        (["report_to=wandb"], FSDP2, 'report_to: wandb: its package is not installed; pip install "finetune[wandb]"'),
+        (["report_to=wandb"], FSDP2, 'report_to: wandb: its package is not installed; pip install -e ".[wandb]"'),
     ]),
 ]  # fmt: skip
 

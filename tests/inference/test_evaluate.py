@@ -150,7 +150,10 @@ def test_a_mistake_is_one_sentence(
         ((model, "--tasks", "a", "--output", "/nope/x.json"), "--output /nope/x.json: /nope is no folder; make it"),
         ((model, "--tasks", "a", "--output", model), f"--output {model}: a folder; name a file in it"),
         ((f"{model}/gone", "--tasks", "a"), f"{model}/gone: no such folder"),
-        ((model, "--tasks", "a", "--no-compare"), 'finetune evaluate needs lm-eval; pip install "finetune[evaluate]"'),
+        (
+            (model, "--tasks", "a", "--no-compare"),
+            'finetune evaluate needs lm-eval; pip install -e ".[evaluate]" in a clone of the repository',
+        ),
     ):
         assert main(["evaluate", *arguments]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith(message)

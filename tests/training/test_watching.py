@@ -146,7 +146,7 @@ def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_is_load
     for options in ([], ["--dry-run"]):
         ended = launch_ranks(RUN, ["--recipe", str(tiny_recipe(report_to=missing)), *options], ranks=1, timeout=120)
         assert ended.returncodes == (2,)
-        assert f'pip install "finetune[{missing}]"' in ended.outputs[0]
+        assert f'pip install -e ".[{missing}]"' in ended.outputs[0]
         assert "Traceback" not in ended.outputs[0]
 
 
