@@ -95,6 +95,16 @@ def test_one_statement_assigns_several_values_only_where_they_depend_on_each_oth
     assert found == []
 
 
+def test_no_conditional_expression_lies_within_another_one() -> None:
+    nested = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            inner = list(ast.walk(node))[1:] if isinstance(node, ast.IfExp) else []
+            if any(isinstance(part, ast.IfExp) for part in inner):
+                nested.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    assert nested == []
+
+
 def test_every_file_says_what_it_is() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.name != "__main__.py":

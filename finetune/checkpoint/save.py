@@ -281,7 +281,9 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
             shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)
         # As in training, a model from random weights has the processor beside its tokenizer.
         source = base or recipe.model.tokenizer_name_or_path
-        folder = base_folder if base else find_local_folder(source) if source else None
+        folder = base_folder
+        if not base:
+            folder = find_local_folder(source) if source else None
         if folder is not None and has_other_parts(plain):
             for path in (folder / name for name in PROCESSOR_FILES):
                 if path.is_file():

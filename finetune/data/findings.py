@@ -33,8 +33,11 @@ class Finding:
         >>> print(Finding("doubled_bos", "fatal", 2, 2, ("a.jsonl:1", "a.jsonl:2"), "the text begins with two BOS"))
         fatal: doubled_bos: in 2 of 2 rows the text begins with two BOS (a.jsonl:1, a.jsonl:2)
         """
-        places = f" ({', '.join(self.where)}{', ...' if self.rows > len(self.where) else ''})" if self.where else ""
-        return f"{self.severity}: {self.name}: in {self.rows:,} of {counted(self.of, 'row')} {self.what}{places}"
+        text = f"{self.severity}: {self.name}: in {self.rows:,} of {counted(self.of, 'row')} {self.what}"
+        if not self.where:
+            return text
+        more = ", ..." if self.rows > len(self.where) else ""
+        return f"{text} ({', '.join(self.where)}{more})"
 
 
 @dataclass(frozen=True, slots=True)

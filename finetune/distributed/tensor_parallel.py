@@ -116,10 +116,14 @@ def _check_plan(model: Any, where: str) -> None:
     unplanned = [name for name in sorted(norms) if plan.get(f"layers.*.self_attn.{name}") != GRADIENT_STYLE]
     unknown = sorted({style for name, style in plan.items() if name != "embed_tokens"} - {*STYLES, GRADIENT_STYLE})
     if not plan or unplanned or unknown:
-        lacks = f"has {unknown[0]}" if unknown else f"lacks {', '.join(unplanned)}" if unplanned else "is empty"
+        problem = "is empty"
+        if unknown:
+            problem = f"has {unknown[0]}"
+        elif unplanned:
+            problem = f"lacks {', '.join(unplanned)}"
         raise UserError(
-            f"{where}: the plan of transformers {transformers.__version__} for {kind} {lacks}, and is not understood; "
-            "use a version that this project is tested with, or no tensor parallelism"
+            f"{where}: the plan of transformers {transformers.__version__} for {kind} {problem}, and is not "
+            "understood; use a version that this project is tested with, or no tensor parallelism"
         )
 
 

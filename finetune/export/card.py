@@ -217,12 +217,17 @@ def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[
     """Path, split, format, weight and examples of one source; `reported` is its entry in data_report.json."""
     formats, examples, pairs = (reported.get(key) for key in ("formats", "examples", "pairs"))
     recognized = ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognized"
+    size = ""
+    if pairs:
+        size = f"{pairs:,} pairs"
+    elif isinstance(examples, int):
+        size = f"{examples:,}"
     return (
         _shown_path(str(entry.get("function") or entry.get("path"))),
         str(entry.get("split", "")),
         str(entry.get("type") or recognized),
         str(entry.get("weight", 1.0)),
-        f"{pairs:,} pairs" if pairs else f"{examples:,}" if isinstance(examples, int) else "",
+        size,
     )
 
 
@@ -304,9 +309,10 @@ def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 def _shown_path(path: str) -> str:
     """A hub name, or the last part of a local path, of a run's export/ the run's name: the rest is private."""
     local = PurePath(path)
-    return (
-        path if _is_hub_name(path) else local.parent.name if local.name == EXPORT and local.parent.name else local.name
-    )
+    if _is_hub_name(path):
+        return path
+    is_export = local.name == EXPORT and local.parent.name
+    return local.parent.name if is_export else local.name
 
 
 def _is_hub_name(name: str) -> bool:

@@ -107,14 +107,14 @@ def _describe_metric(result: BenchmarkResult) -> str:
 
 
 def _describe_setting(result: BenchmarkResult) -> str:
-    parts = [
-        f"{result.samples:,}" + (" of them, limited" if result.is_limited else "")
-        if result.samples is not None
-        else "",
-        f"{result.num_fewshot}-shot" if result.num_fewshot is not None else "",
-        "chat template" if result.chat_template else "",
-    ]
-    return ", ".join(part for part in parts if part)
+    parts = []
+    if result.samples is not None:
+        parts.append(f"{result.samples:,}" + (" of them, limited" if result.is_limited else ""))
+    if result.num_fewshot is not None:
+        parts.append(f"{result.num_fewshot}-shot")
+    if result.chat_template:
+        parts.append("chat template")
+    return ", ".join(parts)
 
 
 def _read_entry(entry: Any) -> BenchmarkResult | None:

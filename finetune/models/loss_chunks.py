@@ -134,7 +134,9 @@ def compute_in_chunks(
     function = chunks.function
     chunk_tokens = chunks.tokens or choose_chunk_tokens(weight, shard, hidden.device.type)
     # The bias's gradient is a sum of the scores' over tokens, which is not to be taken of rounded ones.
-    grad_dtype = None if not any(needs_grad) else wide if needs_grad[2] else hidden.dtype
+    grad_dtype = None
+    if any(needs_grad):
+        grad_dtype = wide if needs_grad[2] else hidden.dtype
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     log_probabilities = torch.empty(len(hidden), dtype=wide, device=hidden.device)
 

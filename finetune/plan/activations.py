@@ -242,7 +242,9 @@ def _count_readers(mixture: Mixture | None) -> int:
     """Layers that read the MLP's input: gate and up; in a mixture also the router and the shared expert's."""
     if mixture is None:
         return 2
-    return 1 + (0 if not mixture.shared else 2 if mixture.keys.shared is None else 3)
+    if not mixture.shared:
+        return 1
+    return 3 if mixture.keys.shared is None else 4
 
 
 def _attention(a: Architecture, run: Computation) -> int:
@@ -344,7 +346,10 @@ def _adapters(a: Architecture, layer: int, run: Computation) -> int:
     if run.lora is None:
         return 0
     adapted = [linear for linear in a.linears(layer) if is_adapted(linear, run.lora)]
-    dropped = run.itemsize + (run.itemsize if run.cpu else 1) if run.drops_inputs else 0
+    dropped = 0
+    if run.drops_inputs:
+        mask = run.itemsize if run.cpu else 1
+        dropped = run.itemsize + mask
     return sum(_largest_rank(linear.name, a, run.lora) * run.itemsize + linear.shape[1] * dropped for linear in adapted)
 
 

@@ -339,9 +339,12 @@ class Architecture:
             self.latent is not None and linear.name.endswith(".q_proj.weight")
         ):
             return
-        is_output = linear.name.endswith("o_proj.weight")
-        is_mlp = ".mlp." in linear.name
-        if self.output_bias if is_output else self.mlp_bias if is_mlp else self.query_key_value_bias:
+        has_bias = self.query_key_value_bias
+        if linear.name.endswith("o_proj.weight"):
+            has_bias = self.output_bias
+        elif ".mlp." in linear.name:
+            has_bias = self.mlp_bias
+        if has_bias:
             yield TensorShape(linear.name.removesuffix("weight") + "bias", (linear.shape[0],))
 
     def _query_key_norms(self, attention: str) -> Iterator[TensorShape]:

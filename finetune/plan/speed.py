@@ -313,7 +313,11 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     epoch_tokens, steps = read or _estimate_steps(spec)
     reference_seconds = None
-    once = forward if spec.reference == "stored" else asked if is_stored else 0.0
+    once = 0.0
+    if spec.reference == "stored":
+        once = forward
+    elif is_stored:
+        once = asked
     if once and epoch_tokens is not None:  # a forward of every document; held-out ones aside
         seen = epoch_tokens if steps is None else min(epoch_tokens, steps * spec.tokens_per_step)
         reference_seconds = seen * once / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
@@ -465,5 +469,6 @@ def _find_repeated(row: Any, rows: RowKind) -> Any:
 def _text_bytes(value: Any) -> int:
     if isinstance(value, str):
         return len(value.encode("utf-8", "replace"))
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_text_bytes, inner))
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0

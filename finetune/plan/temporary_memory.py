@@ -127,7 +127,9 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
         chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
         return chunk * vocabulary * 2 * run.itemsize
     # A CPU's softmax casts its input first, and so does one that is normalized over ranks.
-    casts = 0 if run.itemsize == FP32 else FP32 if run.cpu or run.divides_vocabulary else run.itemsize
+    casts = FP32 if run.cpu or run.divides_vocabulary else run.itemsize
+    if run.itemsize == FP32:
+        casts = 0
     chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
     return chunk * vocabulary * (run.itemsize + FP32 + casts)
 

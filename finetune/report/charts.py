@@ -299,13 +299,19 @@ def _draw_line(line: Line, across: Callable[[float], float], down: Callable[[flo
         path = "".join(f"M{BOX * x:.1f} {BOX * y:.1f}h0" for x, y, _, _ in placed)
     else:
         path = "M" + "L".join(f"{BOX * x:.1f} {BOX * y:.1f}" for x, y, _, _ in placed)
-    style = "dots" if line.dots else "faint" if line.faint else "dashed" if line.dashed else "line"
-    points = (
-        []
-        if line.faint
-        else [(round(100 * x, 2), round(100 * y, 2), format_compact(value)) for x, y, _, value in placed]
-    )
-    return DrawnLine(line.label, line.run, path, style, points, [step for _, _, step, _ in placed] if points else [])
+    if line.faint:
+        return DrawnLine(line.label, line.run, path, _style(line), [], [])
+    points = [(round(100 * x, 2), round(100 * y, 2), format_compact(value)) for x, y, _, value in placed]
+    return DrawnLine(line.label, line.run, path, _style(line), points, [step for _, _, step, _ in placed])
+
+
+def _style(line: Line) -> str:
+    """The CSS class of a line."""
+    if line.dots:
+        return "dots"
+    if line.faint:
+        return "faint"
+    return "dashed" if line.dashed else "line"
 
 
 def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:

@@ -64,7 +64,7 @@ def render_page(
     }
     page = _template().render(
         title=" · ".join(run.name for run in runs) or "Waiting",
-        subtitle=describe_in_one_line(runs[0]) if len(runs) == 1 else counted(len(runs), "run") if runs else WAITING,
+        subtitle=_subtitle(runs),
         live=live,
         notices=notices,
         runs=sections,
@@ -81,6 +81,12 @@ def render_page(
         data=Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
     )
     return page.encode("utf-8", "replace").decode()  # a file of JSON may hold half of a surrogate pair
+
+
+def _subtitle(runs: Sequence[RunRecord]) -> str:
+    if not runs:
+        return WAITING
+    return describe_in_one_line(runs[0]) if len(runs) == 1 else counted(len(runs), "run")
 
 
 def render_plots(run: RunRecord) -> str:

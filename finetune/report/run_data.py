@@ -334,12 +334,13 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     """
     before = _running_sums(values, weight)
     after = _running_sums(values[::-1], weight)[::-1]
-    found = []
+    smoothed = []
     for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True):
         own = 1.0 if math.isfinite(value) else 0.0  # it is in both sums
         total = left_weight + right_weight - own
-        found.append(round((left + right - (value if own else 0.0)) / total, 9) if total else value)
-    return found
+        counted_twice = value if own else 0.0
+        smoothed.append(round((left + right - counted_twice) / total, 9) if total else value)
+    return smoothed
 
 
 def _running_sums(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
@@ -471,7 +472,9 @@ def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
         return {name: "", f"{name}_class": ""}
     text = str(sample.get("answer", ""))
     expected = str(sample.get("expected") or "").strip()
-    grade = "" if not expected else "right" if text.strip() == expected else "wrong"
+    grade = ""
+    if expected:
+        grade = "right" if text.strip() == expected else "wrong"
     return {name: text, f"{name}_class": grade}
 
 
@@ -516,7 +519,9 @@ def format_value(value: Any) -> str:
         given = [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in items]
         plain = given[0] if isinstance(value, dict) else given
         return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)).strip()
-    return "null" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def list_metrics(runs: Sequence[RunRecord]) -> list[str]:

@@ -254,7 +254,9 @@ def _identity(report_to: str, inner: Any) -> str:
     run = inner.tracker
     if report_to == "mlflow":
         return str(run.info.run_id)
-    return str(run.id if report_to == "wandb" else run.name if report_to == "trackio" else inner.logging_dir)
+    if report_to == "wandb":
+        return str(run.id)
+    return str(run.name if report_to == "trackio" else inner.logging_dir)
 
 
 def _find_page(report_to: str, inner: Any, folder: Path) -> str:
