@@ -7,6 +7,7 @@ a desktop.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from finetune.config.methods import METHODS
@@ -250,47 +251,68 @@ def _preference_lines(runs: Sequence[RunRecord], keys: Sequence[str], scale: flo
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Where values lie between the two ends of an axis."""
+
+    ticks: list[float]
+    low: float
+    high: float
+    scale: Callable[[float], float] = float  # log10 on a log scale
+
+    def place(self, value: float) -> float:
+        """Returns 0 for `low` and 1 for `high`."""
+        low = self.scale(self.low)
+        return (self.scale(value) - low) / (self.scale(self.high) - low)
+
+
 def _make_chart(
     key: str, title: str, note: str, lines: Sequence[Line], zero: bool = False, can_be_log: bool = False
 ) -> Chart | None:
     """The chart with axes around all `lines`, from 0 if `zero`, on a log scale where they ask for it and `can_be_log`;
     None where there is nothing to draw."""
     lines = [replace(line, points=thin(line.points)) for line in lines]
-    points = [point for line in lines for point in line.points]
+    points = list(chain.from_iterable(line.points for line in lines))
     if not points:
         return None
-    y_low = min([y for _, y in points] + [0.0] * zero)
-    y_high = max(y for _, y in points)
-    if y_high - y_low < 1e-3 * abs(y_high):  # flat, in the three digits of a label
-        y_low = y_high
-    scale: Callable[[float], float] = float
-    y_ticks = choose_ticks(y_low, y_high if y_high > 0 or not zero else 1.0)
-    if can_be_log and is_log(lines):
-        scale = math.log10
-        y_ticks = choose_log_ticks(y_low, y_high)
-        note = f"{note}; log scale"
-    bottom = scale(y_ticks[0])
-    top = scale(y_ticks[-1])
-    x_low = min(x for x, _ in points)
-    x_high = max(x for x, _ in points)
-    x_high = x_high if x_high > x_low else x_low + 1
-    x_ticks = [x for x in choose_ticks(x_low, x_high, most=7) if x_low <= x <= x_high and x == int(x)]
-
-    def across(x: float) -> float:
-        return (x - x_low) / (x_high - x_low)
+    x_axis = _make_x_axis([x for x, _ in points])
+    y_axis = _make_y_axis([y for _, y in points], zero, can_be_log and is_log(lines))
 
     def down(y: float) -> float:
-        return 1 - (scale(y) - bottom) / (top - bottom)
+        return 1 - y_axis.place(y)
 
     return Chart(
         key=key,
         title=title,
-        note=note,
-        x_labels=[(f"{x:,.0f}", 100 * across(x)) for x in x_ticks],
-        y_labels=[(format_compact(y), 100 * down(y)) for y in y_ticks],
-        grid="".join(f"M0 {BOX * down(y):.1f}H{BOX}" for y in y_ticks),
-        lines=[_draw_line(line, across, down) for line in lines],
+        note=note if y_axis.scale is float else f"{note}; log scale",
+        x_labels=[(f"{x:,.0f}", 100 * x_axis.place(x)) for x in x_axis.ticks],
+        y_labels=[(format_compact(y), 100 * down(y)) for y in y_axis.ticks],
+        grid="".join(f"M0 {BOX * down(y):.1f}H{BOX}" for y in y_axis.ticks),
+        lines=[_draw_line(line, x_axis.place, down) for line in lines],
     )
+
+
+def _make_x_axis(steps: Sequence[float]) -> Axis:
+    """An axis from the first step to the last, with round numbers of steps between them."""
+    low = min(steps)
+    high = max(steps)
+    if high <= low:
+        high = low + 1
+    ticks = [x for x in choose_ticks(low, high, most=7) if low <= x <= high and x == int(x)]
+    return Axis(ticks, low, high)
+
+
+def _make_y_axis(values: Sequence[float], zero: bool, log: bool) -> Axis:
+    """An axis from one round number to another one around all values, and 0 if `zero`."""
+    low = min([*values, 0.0]) if zero else min(values)
+    high = max(values)
+    if high - low < 1e-3 * abs(high):  # flat, in the three digits of a label
+        low = high
+    if log:
+        ticks = choose_log_ticks(low, high)
+        return Axis(ticks, ticks[0], ticks[-1], math.log10)
+    ticks = choose_ticks(low, high if high > 0 or not zero else 1.0)
+    return Axis(ticks, ticks[0], ticks[-1])
 
 
 def _draw_line(line: Line, across: Callable[[float], float], down: Callable[[float], float]) -> DrawnLine:

@@ -143,20 +143,30 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
             made.append(kind())
     by_name: dict[str, Any] = {}
     for callback in (*made, *callbacks):
-        kind = type(callback).__name__
-        if isinstance(callback, type):
-            raise UserError(f"callbacks: {callback.__name__} is a class; give one of it, {callback.__name__}()")
-        events = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
-        unknown = [name for name in events if name not in EVENTS]
-        if unknown or not events:
-            close = difflib.get_close_matches(unknown[0], EVENTS, n=1) if unknown else []
-            wrong = f"{unknown[0]} is no event" if unknown else "it has no event"
-            advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(EVENTS)}"
-            place = place_of(getattr(callback, unknown[0]) if unknown else type(callback))
-            raise UserError(f"{place}callbacks: {kind}: {wrong}; {advice}")
-        same = sum(name.partition(" ")[0] == kind for name in by_name)
-        by_name[f"{kind} {same + 1}" if same else kind] = callback
+        _check_events(callback)
+        name = type(callback).__name__
+        same = sum(other.partition(" ")[0] == name for other in by_name)
+        by_name[f"{name} {same + 1}" if same else name] = callback
     return Hooks(by_name, metrics)
+
+
+def _check_events(callback: Any) -> None:
+    """Raises `UserError` where a callback is a class, has no event, or has one that there is not."""
+    if isinstance(callback, type):
+        raise UserError(f"callbacks: {callback.__name__} is a class; give one of it, {callback.__name__}()")
+    kind = type(callback)
+    events = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
+    unknown = [name for name in events if name not in EVENTS]
+    advice = f"there are {', '.join(EVENTS)}"
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], EVENTS, n=1)
+        place = place_of(getattr(callback, unknown[0]))
+        raise UserError(
+            f"{place}callbacks: {kind.__name__}: {unknown[0]} is no event; "
+            + (f"did you mean {close[0]}?" if close else advice)
+        )
+    if not events:
+        raise UserError(f"{place_of(kind)}callbacks: {kind.__name__}: it has no event; {advice}")
 
 
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
