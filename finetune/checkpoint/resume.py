@@ -91,8 +91,8 @@ def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData | None
     for model in (recipe.model, recipe.teacher):
         if model is not None and model.model_name_or_path is not None:
             weights_folder(model)  # a hub's are downloaded first, on every node
-    found: dict[str, str] = RankGroup(world).on_main(lambda: _read_fingerprints(recipe, tokenizer, data))
-    return found
+    hashes: dict[str, str] = RankGroup(world).on_main(lambda: _read_fingerprints(recipe, tokenizer, data))
+    return hashes
 
 
 def _is_base_read(recipe: Recipe) -> bool:
@@ -212,10 +212,10 @@ def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[s
     Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course has changed: the
     recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
     """
-    found = RankGroup(world).on_main(
+    checkpoint = RankGroup(world).on_main(
         lambda: _find_and_compare(recipe, run_folder, world.data_parallel.size, inputs or {})
     )
-    return None if found is None else Path(found)
+    return None if checkpoint is None else Path(checkpoint)
 
 
 def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:

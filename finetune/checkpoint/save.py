@@ -199,8 +199,8 @@ class Saver:
             self._stage(progress, shards, is_published=True)
         except UserError as error:
             published = step_folder(self.run_folder, progress.step)
-            found = f"{published} exists" if published.exists() else "nothing was published"
-            raise UserError(f"the save of step {progress.step} failed, and {found}: {error}") from error
+            outcome = f"{published} exists" if published.exists() else "nothing was published"
+            raise UserError(f"the save of step {progress.step} failed, and {outcome}: {error}") from error
 
     def _stage(self, progress: Progress, shards: list[TensorShard], is_published: bool) -> int:
         """Stages, verifies and publishes (or removes) a checkpoint; returns its size in bytes."""

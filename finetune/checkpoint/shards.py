@@ -184,10 +184,10 @@ def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[Te
     first = rank - rank % size
     rank = rank % size
     layouts = {name: tensor.layout if isinstance(tensor, OffloadedTensor) else tensor for name, tensor in state.items()}
-    whole = [name for name, layout in layouts.items() if not isinstance(layout, DTensor | ShardedTensor)]
+    replicated = [name for name, layout in layouts.items() if not isinstance(layout, DTensor | ShardedTensor)]
     writers = {}
     loads = [0] * size
-    for name in sorted(whole, key=lambda name: (-layouts[name].nbytes, name)):
+    for name in sorted(replicated, key=lambda name: (-layouts[name].nbytes, name)):
         writers[name] = loads.index(min(loads))
         loads[writers[name]] += layouts[name].nbytes + 1  # + 1 deals out scalars too
     listed: list[TensorShard] = []
@@ -345,8 +345,8 @@ def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankG
     if stage > group_size:  # several replicas
         _refuse_different(shards, step, ranks, lambda rank: rank - rank % stage + rank % stage % group_size)
     if tensors > 1:
-        whole = [shard for shard in shards if not shard.is_divided]
-        _refuse_different(whole, step, ranks, lambda rank: rank - rank % tensors)
+        replicated = [shard for shard in shards if not shard.is_divided]
+        _refuse_different(replicated, step, ranks, lambda rank: rank - rank % tensors)
 
 
 def _refuse_different(shards: list[TensorShard], step: int, ranks: RankGroup, first_of: Callable[[int], int]) -> None:

@@ -175,7 +175,7 @@ class Tally:
 
     def list_findings(self, of: int, unused_columns: Collection[str] = ()) -> list[Finding]:
         """The findings in `of` rows, the most severe first. `unused_columns`: that hold a value and were not read."""
-        found = []
+        findings = []
         for name, rows in self.rows.items():
             check = CHECKS[name]
             severity = check.every if rows >= of or rows > check.many * of else check.some
@@ -183,9 +183,9 @@ class Tally:
             more = f"; {self.tokens[name]:,} more tokens" if name in self.tokens else ""
             first = f"; first: {self.details[name]}" if name in self.details else ""
             what = check.what + unused + more + first
-            found.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what))
+            findings.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what))
         order = {"fatal": 0, "warning": 1, "notice": 2}
-        return sorted(found, key=lambda finding: (order[finding.severity], -finding.rows))
+        return sorted(findings, key=lambda finding: (order[finding.severity], -finding.rows))
 
 
 def refuse_fatal(findings: Iterable[Finding]) -> None:

@@ -197,6 +197,8 @@ class _RoundedProduct(torch.autograd.Function):
             if rounded.requires_grad:
                 of_weight = rows.t() @ rounded_inputs.detach().reshape(-1, inputs.shape[-1])
                 products.append((rounded, of_weight))
-        outputs, theirs = zip(*products, strict=True)
-        found = iter(torch.autograd.grad(outputs, [each for each in leaves if each.requires_grad], theirs))
-        return None, None, None, *(next(found) if each.requires_grad else None for each in leaves)
+        outputs, output_gradients = zip(*products, strict=True)
+        leaf_gradients = iter(
+            torch.autograd.grad(outputs, [each for each in leaves if each.requires_grad], output_gradients)
+        )
+        return None, None, None, *(next(leaf_gradients) if each.requires_grad else None for each in leaves)

@@ -73,18 +73,18 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     parameters = find_adapted_parameters(model, lora.lora_target_parameters)
     model.to(base_dtype)
     model.requires_grad_(False)
-    whole = _find_saved_whole(model, lora)
-    refuse_adapted_head(head, whole.get(model.get_parameter(f"{head}.weight"), [f"{head}.weight"]), lora)
+    saved_whole = _find_saved_whole(model, lora)
+    refuse_adapted_head(head, saved_whole.get(model.get_parameter(f"{head}.weight"), [f"{head}.weight"]), lora)
     with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        config = peft_config(lora, known, head, whole)
+        config = peft_config(lora, known, head, saved_whole)
         inject_adapters(model, within_language_model(model, config))
     for name, parameter in model.named_parameters():
-        if parameter in whole:
+        if parameter in saved_whole:
             parameter.requires_grad_(True)
-        if is_adapter(name) or parameter in whole:
+        if is_adapter(name) or parameter in saved_whole:
             parameter.data = parameter.data.to(torch.float32)
-        is_trained = is_adapter(name) or parameter in whole
+        is_trained = is_adapter(name) or parameter in saved_whole
         assert parameter.requires_grad == is_trained, f"{name}: requires_grad is {parameter.requires_grad}"
     places = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)}
     assert places, "the adapter is empty"
@@ -93,7 +93,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     configs: Any = model.peft_config
     configs["default"] = config
     # Only for the adapter's own config: given to peft before, it would wrap these modules and rename their parameters.
-    saved = {name.rpartition(".")[0] for names in whole.values() for name in names}
+    saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
 
 
@@ -122,7 +122,7 @@ def find_adapted_parameters(model: nn.Module, targets: Collection[str]) -> dict[
 
     The rule is peft's (`BaseTuner._inject_parameters`): a target names parameters by the end of their names.
     """
-    found = {}
+    adapted = {}
     for path, module in model.named_modules():
         matched = [
             (f"{path}.{name}", parameter)
@@ -131,8 +131,8 @@ def find_adapted_parameters(model: nn.Module, targets: Collection[str]) -> dict[
         ]
         is_transposed = bool(getattr(module, "is_transposed", False))
         for depth, (name, parameter) in enumerate(reversed(matched)):
-            found[path + ".base_layer" * depth] = AdaptedParameter(name, tuple(parameter.shape), is_transposed)
-    return found
+            adapted[path + ".base_layer" * depth] = AdaptedParameter(name, tuple(parameter.shape), is_transposed)
+    return adapted
 
 
 def inject_adapters(model: nn.Module, config: Any) -> None:
@@ -221,11 +221,11 @@ def within_language_model(model: Any, config: Any) -> Any:
     return config
 
 
-def peft_config(lora: Lora, linear_layers: set[str], head: str, whole: Mapping[nn.Parameter, Sequence[str]]) -> Any:
+def peft_config(lora: Lora, linear_layers: set[str], head: str, saved_whole: Mapping[nn.Parameter, Sequence[str]]) -> Any:
     """The recipe's adapter in peft's terms. `all-linear` is `linear_layers` but `head` and what is trained whole."""
     from peft import LoraConfig
 
-    saved = sorted({name.rpartition(".")[0] for names in whole.values() for name in names})
+    saved = sorted({name.rpartition(".")[0] for names in saved_whole.values() for name in names})
     is_all = lora.lora_target_modules == "all-linear"
     targets = linear_layers - {head.rpartition(".")[2]} if is_all else set(lora.lora_target_modules)
     return LoraConfig(
@@ -285,8 +285,8 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     stored = {peft_name(name): tensor for name, tensor in read_folder(folder).items()}
     trained = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
     names = {peft_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in trained}
-    found = {trained[names[name]][0]: tensor for name, tensor in stored.items() if name in names}
-    missing = sorted(name for name, _ in trained.values() if is_adapter(name) and name not in found)
+    tensors = {trained[names[name]][0]: tensor for name, tensor in stored.items() if name in names}
+    missing = sorted(name for name, _ in trained.values() if is_adapter(name) and name not in tensors)
     extra = sorted(stored.keys() - names.keys())
     where = f"adapter_name_or_path: {folder}"
     if missing or extra:
@@ -297,12 +297,13 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
             "trained on, and leave the LoRA keys to the adapter"
         )
     for name, parameter in trained.values():
-        if name in found and found[name].shape != tuple(parameter.shape):
+        if name in tensors and tensors[name].shape != tuple(parameter.shape):
+            shape = list(tensors[name].shape)
             raise UserError(
-                f"{where}: {peft_name(name)} has the shape {list(found[name].shape)}, but {type(model).__name__} needs "
+                f"{where}: {peft_name(name)} has the shape {shape}, but {type(model).__name__} needs "
                 f"{list(parameter.shape)}; name the base model it was trained on, with the same added_tokens"
             )
-    return lambda name, slices: read_slice(found[name], slices) if name in found else start(name, slices)
+    return lambda name, slices: read_slice(tensors[name], slices) if name in tensors else start(name, slices)
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -54,13 +54,13 @@ class Growth:
         return self.linear + self.square * length
 
     @classmethod
-    def fit(cls, unit: int, found: Sequence[float]) -> "Growth":
-        """The polynomial through what was found at the first two or all three LENGTHS times `unit`, less its constant.
+    def fit(cls, unit: int, measured: Sequence[float]) -> "Growth":
+        """The polynomial, less its constant, through what was `measured` at two or all three LENGTHS times `unit`.
 
         >>> Growth.fit(2, [10 + 2 * n + 3 * n * n for n in (4, 6, 8)]), Growth.fit(2, [18, 22])
         (Growth(linear=2.0, square=3.0), Growth(linear=2.0, square=0.0))
         """
-        first, second, *others = found
+        first, second, *others = measured
         square = sum(third - 2 * second + first for third in others) / (2 * unit * unit)
         return cls((second - first) / unit - (LENGTHS[0] + LENGTHS[1]) * unit * square, square)
 

@@ -147,30 +147,30 @@ def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> 
     converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict()
     prefix = model.base_model_prefix
-    found: dict[str, Box] = {}
+    boxes: dict[str, Box] = {}
     collected: dict[str, Any] = {}
     for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         box = Box.whole(name, shapes[name])
-        if target not in state or target in found:
-            found[name] = box
+        if target not in state or target in boxes:
+            boxes[name] = box
         elif pattern is None:
-            found[target] = box
+            boxes[target] = box
         else:
             converter = collected.setdefault(target, deepcopy(converter_of[pattern]))
             converter.add_tensor(target, name, pattern, box)
     for target, converter in collected.items():
         try:
-            found |= converter.convert(target, model=model, config=model.config)
+            boxes |= converter.convert(target, model=model, config=model.config)
         except UnsupportedConversion as error:
             raise _unsupported(model, where, str(error)) from None
         except ValueError as error:
             raise UserError(
                 f"{where}: the tensors of {target} do not fit together ({error}); copy the files again"
             ) from None
-    return found
+    return boxes
 
 
 def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
@@ -200,20 +200,20 @@ def _as_stored(name: str, box: Box, stored: Mapping[str, StoredTensor]) -> Store
     dtypes = {stored[part.name].dtype for part in box.parts}
     if len(dtypes) > 1:
         raise UserError(f"{name}: its tensors in the files differ in dtype ({', '.join(sorted(map(str, dtypes)))})")
-    parts = [found for part in box.parts for found in _stored_parts(part, stored[part.name])]
+    parts = [stored_part for part in box.parts for stored_part in _stored_parts(part, stored[part.name])]
     return StoredTensor(name, box.shape, dtypes.pop(), tuple(parts))
 
 
 def _stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
     """Where the elements of `part` lie on disk."""
     wanted = [(cut.start, cut.stop) for cut in _source_slices(part)]
-    found: list[StoredPart] = []
+    parts: list[StoredPart] = []
     for held in tensor.parts:
         cuts = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held.box, strict=True)]
         if any(start >= stop for start, stop in cuts):
             continue
         if isinstance(held, ComputedPart):  # a whole tensor, read by any slices
-            found.append(replace(held, offsets=part.offsets, shape=part.shape, begin=part.begin, axes=part.axes))
+            parts.append(replace(held, offsets=part.offsets, shape=part.shape, begin=part.begin, axes=part.axes))
             continue
         if cuts[1:] != list(held.box[1:]):
             raise UnsupportedConversion("a cut through the rows of a tensor")
@@ -224,8 +224,8 @@ def _stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
             for at, axis in zip(part.offsets, part.axes, strict=True)
         )
         shape = tuple(1 if axis is None else cuts[axis][1] - cuts[axis][0] for axis in part.axes)
-        found.append(StoredPart(held.path, held.position + skipped, offsets, shape))
-    return found
+        parts.append(StoredPart(held.path, held.position + skipped, offsets, shape))
+    return parts
 
 
 def _source_slices(part: BoxPart) -> Slices:

@@ -319,13 +319,13 @@ def orthogonalize(matrix: Tensor) -> Tensor:
         matrix: [rows, columns], bf16.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if is_tall else matrix
-    found = found / found.norm().clamp(min=NORM_EPSILON)
+    update = matrix.T if is_tall else matrix
+    update = update / update.norm().clamp(min=NORM_EPSILON)
     a, b, c = COEFFICIENTS
     for _ in range(STEPS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found.T if is_tall else found).contiguous()
+        gram = update @ update.T
+        update = torch.addmm(update, torch.addmm(gram, gram, gram, beta=b, alpha=c), update, beta=a)
+    return (update.T if is_tall else update).contiguous()
 
 
 def seed_rounding(seed: int, step: int, shard_rank: int, parameter: int | None = None) -> None:

@@ -319,10 +319,10 @@ def advise(spec: RunSpec, room: Room, *, in_recipe: bool = False) -> Advice:
     best = None
     dearest = len(changes)  # the place of the dearest one of the best
     for order in orders:
-        found = _find_enough(need_after, [change for change in order if changes.index(change) < dearest], room)
-        if found is not None:
-            best = found
-            dearest = max(map(changes.index, found))
+        enough = _find_enough(need_after, [change for change in order if changes.index(change) < dearest], room)
+        if enough is not None:
+            best = enough
+            dearest = max(map(changes.index, enough))
     if best is not None:
         return Advice(False, needed, best, need_after(best))
     changed = min((apply_changes(spec, order)[0] for order in orders), key=lambda each: find_peak(each).total)

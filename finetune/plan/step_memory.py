@@ -420,8 +420,8 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     ranks = spec.sharding.expert_parallel_size
     experts = {weight.name for weight in a.experts(a.widest_layer)}
     weights = a.quantizable(a.widest_layer)
-    whole = sum(weight.numel // (ranks if weight.name in experts else 1) for weight in weights)
-    return spec.computation.itemsize * (whole if recomputes_layer else dequantized_at_once(a, ranks))
+    numbers = sum(weight.numel // (ranks if weight.name in experts else 1) for weight in weights)
+    return spec.computation.itemsize * (numbers if recomputes_layer else dequantized_at_once(a, ranks))
 
 
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:

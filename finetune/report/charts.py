@@ -139,7 +139,7 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         for index, (run, planned) in enumerate(zip(runs, planned_bytes, strict=True))
         if planned is not None
     ]
-    found = [
+    charts = [
         _make_chart("loss", "Loss", f"{_loss_unit(runs)}; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs), can_be_log=True),
         _make_chart("kl", *_name_kl(runs), _loss_lines(runs, "kl"), zero=True),
         _make_chart("cross_entropy", "Cross entropy", "nats per trained token, of the labels; points: held-out", _loss_lines(runs, "cross_entropy"), zero=True),
@@ -157,7 +157,7 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         _make_chart("exact_match", "Held-out questions answered exactly", "%", _make_lines(runs, "exact_match", lambda v: 100 * v, dots=True), zero=True),
         *(_make_chart(key.replace("/", "_"), key.partition("/")[2], "a function of the recipe, over the held-out answers", _make_lines(runs, key, dots=True), zero=True) for key in list_metrics(runs)),
     ]  # fmt: skip
-    return [chart for chart in found if chart is not None]
+    return [chart for chart in charts if chart is not None]
 
 
 def _step_range(run: RunRecord) -> tuple[float, float]:
@@ -168,9 +168,9 @@ def _step_range(run: RunRecord) -> tuple[float, float]:
 def _make_lines(
     runs: Sequence[RunRecord], key: str, scale: Callable[[float], float] = lambda value: value, dots: bool = False
 ) -> list[Line]:
-    found = ((index, run, run.series(key)) for index, run in enumerate(runs))
+    series = ((index, run, run.series(key)) for index, run in enumerate(runs))
     return [
-        Line(run.name, index, [(x, scale(y)) for x, y in points], dots=dots) for index, run, points in found if points
+        Line(run.name, index, [(x, scale(y)) for x, y in points], dots=dots) for index, run, points in series if points
     ]
 
 
@@ -241,14 +241,14 @@ def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
 
 def _preference_lines(runs: Sequence[RunRecord], keys: Sequence[str], scale: float = 1.0) -> list[Line]:
     """A line for each run and key, dashed from the second key on, with its held-out points."""
-    found = []
+    lines = []
     for number, key in enumerate(keys):
         side = f" {key.partition('/')[2]}" if len(keys) > 1 else ""
         for line in _make_lines(runs, key, lambda value: scale * value):
-            found.append(replace(line, label=line.label + side, dashed=number > 0))
+            lines.append(replace(line, label=line.label + side, dashed=number > 0))
         for line in _make_lines(runs, f"eval_{key}", lambda value: scale * value, dots=True):
-            found.append(replace(line, label=f"{line.label}{side} held-out"))
-    return found
+            lines.append(replace(line, label=f"{line.label}{side} held-out"))
+    return lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,15 +64,15 @@ def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seco
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait_for(returned))
         is_list = hasattr(returned, "__iter__") and not isinstance(returned, str | bytes | Mapping | set | frozenset)
-        found = list(returned) if is_list else []
+        scores = list(returned) if is_list else []
     if not is_list:
         raise NoScores(
             f"{place_of(function)}{name}: returned {type(returned).__name__}; a list is expected, with a number or "
             "None for each completion"
         )
-    if len(found) != count:
-        raise NoScores(f"{place_of(function)}{name}: returned {len(found)} rewards for {count} completions")
-    return found
+    if len(scores) != count:
+        raise NoScores(f"{place_of(function)}{name}: returned {len(scores)} rewards for {count} completions")
+    return scores
 
 
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")

@@ -86,11 +86,11 @@ class Hooks:
     def read_states(self) -> dict[str, Any]:
         """The callbacks' states, by name. Raises `UserError` where one fails, or would not come back as it is."""
         states: dict[str, Any] = {}
-        for of, callback in self.callbacks.items():
+        for name, callback in self.callbacks.items():
             state_dict = getattr(callback, "state_dict", dict)
-            with explained(f"{of}.state_dict", state_dict):
+            with explained(f"{name}.state_dict", state_dict):
                 state: Any = state_dict()
-            place = f"{place_of(state_dict)}{of}.state_dict"
+            place = f"{place_of(state_dict)}{name}.state_dict"
             try:
                 text = json.dumps(state)
                 kept = parse_json(text)
@@ -98,33 +98,33 @@ class Hooks:
                 raise UserError(f"{place}: checkpoints keep values of JSON: {error}") from None
             if kept != json.loads(text):
                 raise UserError(f"{place}: a whole number has more than {MAX_DIGITS} digits; keep it as text")
-            states |= {of: kept} if state else {}
+            states |= {name: kept} if state else {}
         return states
 
     def load_states(self, progress: Progress) -> None:
         """Gives the callbacks the states that `progress` holds."""
-        for of, state in (progress.callbacks or {}).items():
-            if (load_state := getattr(self.callbacks.get(of), "load_state_dict", None)) is not None:
-                with explained(f"{of}.load_state_dict", load_state):
+        for name, state in (progress.callbacks or {}).items():
+            if (load_state := getattr(self.callbacks.get(name), "load_state_dict", None)) is not None:
+                with explained(f"{name}.load_state_dict", load_state):
                     load_state(state)
 
     def score(self, answers: Sequence[tuple[str, str, str]]) -> dict[str, float]:
         """The mean of each metric over the (prompt, answer, expected answer) of all rows, as `metrics/NAME`."""
-        found = {}
-        for of, metric in self.metrics.items():
+        metrics = {}
+        for name, metric in self.metrics.items():
             scores = []
             for answer in answers:
-                with explained(of, metric):
+                with explained(name, metric):
                     returned = metric(*answer)
                 score = math.nan
                 with suppress(Exception):  # whatever cannot be a number
                     score = float(returned)
                 if not math.isfinite(score):
                     shown = f"returned {returned!r:.60} for the prompt {answer[0][:60]!r}"
-                    raise UserError(f"{place_of(metric)}{of}: {' '.join(shown.split())}; return a number")
+                    raise UserError(f"{place_of(metric)}{name}: {' '.join(shown.split())}; return a number")
                 scores.append(score)
-            found[f"metrics/{of.rpartition(':')[2]}"] = math.fsum(scores) / len(scores)
-        return found
+            metrics[f"metrics/{name.rpartition(':')[2]}"] = math.fsum(scores) / len(scores)
+        return metrics
 
 
 def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:

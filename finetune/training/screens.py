@@ -213,8 +213,8 @@ def describe_trained(recipe: Recipe) -> str:
         *lora.modules_to_save,
         *(["embedding and head, for the added tokens"] if recipe.model.added_tokens else []),
     ]
-    whole = f"; whole: {', '.join(saved)}" if saved else ""
-    return f" (LoRA r={lora.lora_r}{ranks}{whole})"
+    beside = f"; whole: {', '.join(saved)}" if saved else ""
+    return f" (LoRA r={lora.lora_r}{ranks}{beside})"
 
 
 def describe_unreached(size: ModelSize) -> list[str]:

@@ -212,13 +212,13 @@ def _largest_error(path: Path, of: PlannedFile) -> float:
 
     Raises `UserError` where a tensor is missing, unexpected, of another shape, or another one.
     """
-    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     names = {tensor.name for tensor, _ in of.tensors}
-    problems = [f"{name}: in one file only" for name in sorted(names ^ found.keys())]
+    problems = [f"{name}: in one file only" for name in sorted(names ^ tensors.keys())]
     _raise_if_any(path.name, problems)
     worst = 0.0
     for tensor, _ in of.tensors:
-        theirs = found[tensor.name]
+        theirs = tensors[tensor.name]
         position = 0
         squares = 0.0
         errors = 0.0

@@ -190,14 +190,14 @@ def _is_byte(token: str) -> bool:
 
 def _find_special(tokenizer: Any, folder: Path) -> dict[str, int]:
     """The ids of special tokens. What ends an answer beside eos, as generation_config.json says, is "eot" and "eom"."""
-    found = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
     ends = read_json_object(folder / GENERATION_FILE).get("eos_token_id")
     ends = [number for number in (ends if isinstance(ends, list) else [ends]) if isinstance(number, int)]
-    if ends and found["eos"] not in ends:
-        found["eos"] = ends[0]
-    others = (number for number in ends if number != found["eos"])
-    found |= dict(zip(("eot", "eom"), others, strict=False))
-    return {key: number for key, number in found.items() if number is not None}
+    if ends and ids["eos"] not in ends:
+        ids["eos"] = ends[0]
+    others = (number for number in ends if number != ids["eos"])
+    ids |= dict(zip(("eot", "eom"), others, strict=False))
+    return {key: number for key, number in ids.items() if number is not None}
 
 
 def _list_parts(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
