@@ -105,13 +105,13 @@ def find_changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], 
 
     What either does not know (another version wrote it, or a hub's data set is streamed) is not compared.
     """
-    return [
-        sentence
-        for name, (keys, sentence) in INPUTS.items()
-        if None not in (then.get(name), now.get(name))
-        and then[name] != now[name]
-        and not any(change.startswith(keys) for change in changed_keys)
-    ]
+    sentences = []
+    for name, (keys, sentence) in INPUTS.items():
+        is_known = None not in (then.get(name), now.get(name))
+        is_explained = any(change.startswith(keys) for change in changed_keys)
+        if is_known and then[name] != now[name] and not is_explained:
+            sentences.append(sentence)
+    return sentences
 
 
 def refuse_damaged_model(recipe: Recipe) -> None:

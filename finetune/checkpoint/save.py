@@ -176,13 +176,14 @@ class Saver:
             OPTIMIZER: select_tensors(get_optimizer_state(self.model, self.optimizer)),
         }
         stages = self.world.stages
-        shards = [shard for part, tensors in parts.items() for shard in list_shards(tensors, part, stages)]
         pipeline = find_pipeline(unwrap(self.model))
         copied = tuple(f"{name}." for name in pipeline.copied) if pipeline else ()
-        return [
-            replace(shard, is_first_copy=False) if f"{shard.name}.".removeprefix("state.").startswith(copied) else shard
-            for shard in shards
-        ]
+        shards = []
+        for part, tensors in parts.items():
+            for shard in list_shards(tensors, part, stages):
+                is_copied = f"{shard.name}.".removeprefix("state.").startswith(copied)
+                shards.append(replace(shard, is_first_copy=False) if is_copied else shard)
+        return shards
 
     def _write_in_thread(self, progress: Progress, shards: list[TensorShard], event: Any) -> None:
         try:

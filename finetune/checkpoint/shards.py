@@ -213,11 +213,9 @@ def _shards_of_dtensor(part: str, name: str, tensor: DTensor, first_rank: int) -
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     coordinate = tensor.device_mesh.get_coordinate() or ()
     # Of a tensor that is whole in a dimension of all ranks, each mesh of the others holds a copy.
-    first = first_rank in tensor.device_mesh.mesh and all(
-        index == 0
-        for index, placement in zip(coordinate, tensor.placements, strict=True)
-        if isinstance(placement, Replicate)
-    )
+    placed = zip(coordinate, tensor.placements, strict=True)
+    replicas = [index for index, placement in placed if isinstance(placement, Replicate)]
+    first = first_rank in tensor.device_mesh.mesh and not any(replicas)
     is_divided = TENSOR in (tensor.device_mesh.mesh_dim_names or ())
     return [TensorShard(part, name, tuple(tensor.shape), tuple(offsets), local, first, is_divided)]
 

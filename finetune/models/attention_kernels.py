@@ -284,8 +284,12 @@ def repeat_continued(states: Tensor, documents: RowDocuments) -> Tensor:
     """
     assert documents.lengths is not None and documents.continued is not None
     parts = states.split(documents.lengths, 2)  # type: ignore[no-untyped-call]
-    before = ([] if place is None else [parts[place]] for place in documents.continued.places)
-    return torch.cat([each for first, own in zip(before, parts, strict=True) for each in (*first, own)], 2)
+    joined = []
+    for place, own in zip(documents.continued.places, parts, strict=True):
+        if place is not None:
+            joined.append(parts[place])
+        joined.append(own)
+    return torch.cat(joined, 2)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as below

@@ -47,12 +47,13 @@ def torchao_config(keys: QuantizationAware) -> Any:
 def find_quantizable(model: Any) -> dict[str, nn.Linear]:
     """The linear layers of the language model that are quantized, by name: all but the output head and adapters."""
     head = model.get_output_embeddings()
-    return {
-        name: module
-        for name, module in text_modules(model)
-        if isinstance(module, nn.Linear) and type(module) in (nn.Linear, FakeQuantizedLinear)
-        if module is not head and not is_adapter(f"{name}.weight")
-    }
+    quantizable = {}
+    for name, module in text_modules(model):
+        if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, FakeQuantizedLinear):
+            continue
+        if module is not head and not is_adapter(f"{name}.weight"):
+            quantizable[name] = module
+    return quantizable
 
 
 def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:

@@ -63,12 +63,11 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
     known = {shorten(name) for name in layers}.difference(left_out)
     refuse_unknown_layers(lora, layers, type(model).__name__, has_experts=bool(expert_modules(model)))
-    experts = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if is_experts(module) and parameter.dim() == 3
-    ]
+    experts = []
+    for path, module in model.named_modules():
+        if is_experts(module):
+            parameters = module.named_parameters(recurse=False)
+            experts += [f"{path}.{name}" for name, parameter in parameters if parameter.dim() == 3]
     refuse_other_parameters(lora.lora_target_parameters, experts, [name for name, _ in model.named_parameters()])
     parameters = find_adapted_parameters(model, lora.lora_target_parameters)
     model.to(base_dtype)
@@ -124,11 +123,8 @@ def find_adapted_parameters(model: nn.Module, targets: Collection[str]) -> dict[
     """
     adapted = {}
     for path, module in model.named_modules():
-        matched = [
-            (f"{path}.{name}", parameter)
-            for name, parameter in module.named_parameters(recurse=False)
-            if is_parameter_named(f"{path}.{name}", targets)
-        ]
+        named = [(f"{path}.{name}", parameter) for name, parameter in module.named_parameters(recurse=False)]
+        matched = [(name, parameter) for name, parameter in named if is_parameter_named(name, targets)]
         is_transposed = bool(getattr(module, "is_transposed", False))
         for depth, (name, parameter) in enumerate(reversed(matched)):
             adapted[path + ".base_layer" * depth] = AdaptedParameter(name, tuple(parameter.shape), is_transposed)
@@ -221,7 +217,9 @@ def within_language_model(model: Any, config: Any) -> Any:
     return config
 
 
-def peft_config(lora: Lora, linear_layers: set[str], head: str, saved_whole: Mapping[nn.Parameter, Sequence[str]]) -> Any:
+def peft_config(
+    lora: Lora, linear_layers: set[str], head: str, saved_whole: Mapping[nn.Parameter, Sequence[str]]
+) -> Any:
     """The recipe's adapter in peft's terms. `all-linear` is `linear_layers` but `head` and what is trained whole."""
     from peft import LoraConfig
 
@@ -483,10 +481,9 @@ class _LoraLinears(torch.autograd.Function):
         of_tensors: list[Tensor | None] = [None] * len(tensors)
         with torch.autocast(inputs.device.type, enabled=False):
             of_outputs = [gradient.to(dtype) for gradient in gradients]
-            of_inner = [
-                of_output @ _scale_b(layer[1], form)
-                for of_output, form, layer in zip(of_outputs, forms, layers, strict=True)
-            ]
+            of_inner = []
+            for of_output, form, layer in zip(of_outputs, forms, layers, strict=True):
+                of_inner.append(of_output @ _scale_b(layer[1], form))
             of_all_inner = of_inner[0] if len(of_inner) == 1 else torch.cat(of_inner, 1)
             if any(ctx.needs_input_grad[2::LAYER_TENSORS]):
                 rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
@@ -496,12 +493,11 @@ class _LoraLinears(torch.autograd.Function):
                     each.to(layer[0].dtype) for each, layer in zip(of_a, layers, strict=True)
                 ]
             if any(ctx.needs_input_grad[3::LAYER_TENSORS]):
-                of_tensors[1::LAYER_TENSORS] = [
-                    (of_output.t() @ own).to(layer[1].dtype) * form.scale
-                    for of_output, own, form, layer in zip(
-                        of_outputs, _own_inner(inner, layers), forms, layers, strict=True
-                    )
-                ]
+                of_b = []
+                inners = _own_inner(inner, layers)
+                for of_output, own, form, layer in zip(of_outputs, inners, forms, layers, strict=True):
+                    of_b.append((of_output.t() @ own).to(layer[1].dtype) * form.scale)
+                of_tensors[1::LAYER_TENSORS] = of_b
             of_inputs = None
             if ctx.needs_input_grad[0]:
                 of_rows = None

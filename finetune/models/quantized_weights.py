@@ -248,11 +248,9 @@ def split_quantized(
             quantized[weight] = _eight_bit(weight, stored, where)
     beside = {f"{weight}{end}" for weight in quantized for end in PARTS}
     beside |= {f"{weight.removesuffix('.weight')}{end}" for weight in quantized for end in INT8_PARTS}
-    weights = {
-        name: replace(tensor, shape=quantized[name].shape) if name in quantized else tensor
-        for name, tensor in stored.items()
-        if name not in beside
-    }
+    weights = {name: tensor for name, tensor in stored.items() if name not in beside}
+    for name in weights.keys() & quantized.keys():
+        weights[name] = replace(weights[name], shape=quantized[name].shape)
     return weights, quantized
 
 
@@ -325,7 +323,9 @@ def dequantized_values(
     def dequantized(name: str, slices: Slices) -> Tensor:
         if stored and base_name(name) not in stored:
             return values(name, slices)
-        quantized = quantize_whole(stored.get(base_name(name)) or values(name, (slice(None), slice(None))), quantization)
+        quantized = quantize_whole(
+            stored.get(base_name(name)) or values(name, (slice(None), slice(None))), quantization
+        )
         return dequantize_tensor(quantized, dtype)[slices]
 
     return dequantized

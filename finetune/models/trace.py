@@ -172,13 +172,12 @@ def _trace(config: Mapping[str, Any], how: Forward, skips: bool) -> Trace:
 def _describe(layer: nn.Module) -> Any:
     """What a layer is made of: equal ones hold the same."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-    settings = frozenset(
-        (path, type(module).__name__, name, value)
-        for path, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, bool | int | str | float) and name not in PLACES
-    )
-    return shapes, settings
+    settings = set()
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, bool | int | str | float) and name not in PLACES:
+                settings.add((path, type(module).__name__, name, value))
+    return shapes, frozenset(settings)
 
 
 def _prepare(model: Any, how: Forward) -> None:

@@ -253,19 +253,11 @@ def _stack(boxes: Sequence[Box], dim: int = 0) -> Box:
     def add(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
         return (*values[:dim], value, *values[dim:])
 
-    return _cat(
-        [
-            Box(
-                add(box.shape, 1),
-                tuple(
-                    replace(p, offsets=add(p.offsets, 0), shape=add(p.shape, 1), axes=add(p.axes, None))
-                    for p in box.parts
-                ),
-            )
-            for box in boxes
-        ],
-        dim,
-    )
+    def add_dimension(part: BoxPart) -> BoxPart:
+        return replace(part, offsets=add(part.offsets, 0), shape=add(part.shape, 1), axes=add(part.axes, None))
+
+    layers = [Box(add(box.shape, 1), tuple(map(add_dimension, box.parts))) for box in boxes]
+    return _cat(layers, dim)
 
 
 def _split(box: Box, sizes: int | Sequence[int], dim: int = 0) -> tuple[Box, ...]:
@@ -357,16 +349,15 @@ def refuse_mismatch(
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
     untied = {name: tensor for name, tensor in stored.items() if name not in tied}
     problems = find_mismatches(model, untied, {name: tuple(tensor.shape) for name, tensor in needed.items()}, where)
-    problems += [
-        f"{where}: {name} is stored as {str(stored[name].dtype).removeprefix('torch.')}, which is quantized in a way "
-        "that is not supported; name the unquantized model"
-        for name, parameter in needed.items()
-        if name in stored
-        and name not in quantized
-        # int8, and float8 too: numbers that mean nothing without scales
-        and (not stored[name].dtype.is_floating_point or stored[name].dtype.itemsize < 2)
-        and parameter.is_floating_point()
-    ]
+    for name, parameter in needed.items():
+        if name not in stored or name in quantized or not parameter.is_floating_point():
+            continue
+        dtype = stored[name].dtype
+        if not dtype.is_floating_point or dtype.itemsize < 2:  # int8, and float8 too: they mean nothing without scales
+            problems.append(
+                f"{where}: {name} is stored as {str(dtype).removeprefix('torch.')}, which is quantized in a way "
+                "that is not supported; name the unquantized model"
+            )
     if problems:
         raise UserError.of(problems)
 
@@ -387,11 +378,11 @@ def find_mismatches(
         problems.append(
             f"{where}: {_listed(extra)} without a place in {class_name}: the config does not fit the weights"
         )
-    return problems + [
-        f"{where}: {name} has the shape {list(stored[name].shape)}, but the config says {list(shape)}"
-        for name, shape in needed.items()
-        if name in stored and stored[name].shape != shape
-    ]
+    for name, shape in needed.items():
+        if name in stored and stored[name].shape != shape:
+            given = list(stored[name].shape)
+            problems.append(f"{where}: {name} has the shape {given}, but the config says {list(shape)}")
+    return problems
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -351,10 +351,11 @@ def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
     keep out, each and every two that go together."""
     left_out = apply_changes(spec, changes)[1]
     pairs = [pair for pair in combinations(left_out, 2) if not apply_changes(spec, pair)[1]]
-    return [
-        [*first, *(change for change in changes if change not in first)]
-        for first in ((), *((change,) for change in left_out), *pairs)
-    ]
+    orders = []
+    for first in ((), *((change,) for change in left_out), *pairs):
+        after = [change for change in changes if change not in first]
+        orders.append([*first, *after])
+    return orders
 
 
 def _find_enough(need_after: NeedAfter, changes: Sequence[Change], room: Room) -> tuple[Change, ...] | None:

@@ -166,18 +166,20 @@ def _judge_pipeline(spec: RunSpec, speed: Speed, links: Links | None) -> Iterato
     if staged.accumulation < nodes or any(not problem.is_note for problem in staged.find_problems()):
         return
     other = estimate_speed(staged, speed.mfu, None, links)
-    now, then = (
-        max(each.seconds_per_step, each.communication_seconds) + each.awaited_seconds for each in (speed, other)
-    )
-    if then < 0.9 * now:
-        own_seconds, other_seconds = (
-            f"{format_duration(each.communication_seconds)} beside {format_duration(each.seconds_per_step)}"
-            for each in (speed, other)
-        )
+    if _overlapped_seconds(other) < 0.9 * _overlapped_seconds(speed):
         yield (
             f"pipeline_parallel_size={nodes} puts a stage on each node, within which its layers are gathered: a step "
-            f"sends for {other_seconds} of computing, instead of {own_seconds}"
+            f"sends for {_describe_sending(other)} of computing, instead of {_describe_sending(speed)}"
         )
+
+
+def _overlapped_seconds(speed: Speed) -> float:
+    """Seconds of a step that computes while it sends, and then awaits the rest."""
+    return max(speed.seconds_per_step, speed.communication_seconds) + speed.awaited_seconds
+
+
+def _describe_sending(speed: Speed) -> str:
+    return f"{format_duration(speed.communication_seconds)} beside {format_duration(speed.seconds_per_step)}"
 
 
 def _read_teacher(model: Model, method: Method) -> TeacherSpec:

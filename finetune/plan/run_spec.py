@@ -351,7 +351,9 @@ class RunSpec:
         """The operations of the stage with the most, over the mean of all."""
         costs = self.layer_costs
         parts = split_layers(self.layer_costs, self.sharding.pipeline_chunks)
-        sums = [sum(costs[layer] for part in parts[s :: self.stages] for layer in part) for s in range(self.stages)]
+        sums = [0] * self.stages
+        for chunk, layers in enumerate(parts):
+            sums[chunk % self.stages] += sum(costs[layer] for layer in layers)
         return max(sums) * self.stages / sum(sums)
 
     @property
@@ -448,12 +450,12 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     optim = spec.recipe.optimization.optim
     if files is None:
-        state = sum(
-            t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained
-        )
+        state = sum(t.numel * t.itemsize for t in trained)
+        state += sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained)
     else:
         state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
-    gradients, teacher = (sum(t.numel * t.itemsize for t in tensors) for tensors in (trained, spec.teacher_tensors))
+    gradients = sum(t.numel * t.itemsize for t in trained)
+    teacher = sum(t.numel * t.itemsize for t in spec.teacher_tensors)
     frozen = sum(t.numel * t.itemsize for t in spec.tensors if not t.trainable)
     share = ranks / (spec.state_ranks * spec.stages)  # of the sharded state, on this node
     saved = state + (0 if spec.recipe.lora.use_peft else frozen)

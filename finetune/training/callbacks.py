@@ -78,10 +78,10 @@ class Hooks:
 
     def call(self, name: str, event: Event) -> None:
         """Calls each callback that has the event `name`. Raises `UserError` for what one raises."""
-        for of, callback in self.callbacks.items():
-            event_of_it = getattr(callback, name, lambda _: None)
-            with explained(f"{of}.{name}", event_of_it):
-                event_of_it(event)
+        for callback_name, callback in self.callbacks.items():
+            on_event = getattr(callback, name, lambda _: None)
+            with explained(f"{callback_name}.{name}", on_event):
+                on_event(event)
 
     def read_states(self) -> dict[str, Any]:
         """The callbacks' states, by name. Raises `UserError` where one fails, or would not come back as it is."""

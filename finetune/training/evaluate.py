@@ -177,10 +177,8 @@ def answer(
     """
     model.eval()
     groups = world.tensor_group_count
-    mine = [
-        prompts[i % len(prompts)]
-        for i in range(world.tensor_group_index, len(prompts) + -len(prompts) % groups, groups)
-    ]
+    padded = len(prompts) + -len(prompts) % groups  # every group answers the same number
+    mine = [prompts[i % len(prompts)] for i in range(world.tensor_group_index, padded, groups)]
     batches = [mine] if mine else []
     # Caches of rows of several lengths cannot change their frequencies each at its own token.
     if depends_on_length(model):

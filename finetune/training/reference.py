@@ -8,7 +8,7 @@ from the weights that training starts with, and kept beside the token cache.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -60,7 +60,8 @@ def sum_log_probabilities(
     if not documents:  # a filler: in the graph all the same, since its backward takes part in collectives
         return zeros + of_tokens.sum(), zeros
     has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
-    sums = torch.stack([zeros.index_add(0, document_of, of_tokens.double()), zeros.index_add(0, document_of, has_label.double())])
+    by_document = [zeros.index_add(0, document_of, values.double()) for values in (of_tokens, has_label)]
+    sums = torch.stack(by_document)
     log_probabilities, tokens = sum_over_group(sums, sequence_group).unbind()
     return log_probabilities, tokens
 
@@ -160,7 +161,7 @@ def _load_or_compute(
             sums[name] = torch.where(part.isnan(), sums[name], part)
             RankGroup(world).on_all(lambda: _write(path, sums) if world.local_rank == 0 else None)
             if signals.agree(world).stop:
-                wanted = sum(len(documents_of(each, i)) for each in stored.values() for i in steps_of(each))
+                wanted = sum(_count_documents(batches) for batches in stored.values())
                 known = sum(int((~values.isnan()).sum()) for values in sums.values())
                 raise Preempted(
                     f"{path}: stopped by a signal; the reference of {known:,} of {wanted:,} documents is kept there, "
@@ -179,9 +180,7 @@ def _compute(
     mine = nothing.clone()
     documents = 0
     for done, step in enumerate(steps, start=1):
-        for each in (part for whole in batches.step_batch(step).micro_batches for part in (whole, whole.mismatched)):
-            if each is None:
-                continue
+        for each in _with_mismatched(batches.step_batch(step).micro_batches):
             on_device = each.to(world.device)
             with evaluating(model):
                 log_probabilities = sum_log_probabilities(model, on_device, on_device.inputs, world.sequence_group)[0]
@@ -211,6 +210,18 @@ def _gather(mine: Tensor, world: World) -> Tensor:
     total = world.sum(torch.where(known, mine, 0.0))
     ranks = world.sum(known.double())
     return torch.where(ranks > 0, total, torch.nan)
+
+
+def _count_documents(batches: StoredBatches) -> int:
+    return sum(len(documents_of(batches, step)) for step in steps_of(batches))
+
+
+def _with_mismatched(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yields each micro-batch, and after it the one of its mismatched answers, if it has any."""
+    for micro_batch in micro_batches:
+        yield micro_batch
+        if micro_batch.mismatched is not None:
+            yield micro_batch.mismatched
 
 
 def _missing_steps(batches: StoredBatches, sums: Tensor) -> list[int]:

@@ -301,11 +301,11 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
     dtype = parameters[0].dtype
     unquantized = sum(math.prod(layer.shape) for layer in layers) * dtype.itemsize
     share = held / sum(parameter.numel() * dtype.itemsize for parameter in parameters)  # of this rank
-    other = sum(
-        p.numel()
-        for n, p in model.named_parameters()
-        if not (p.requires_grad or n.endswith((f".{CODES}", f".{SCALES}")))
-    )
+    other = 0
+    for name, parameter in model.named_parameters():
+        is_quantized = name.endswith((f".{CODES}", f".{SCALES}"))
+        if not (parameter.requires_grad or is_quantized):
+            other += parameter.numel()
     return [
         f"base    {counted(linears, 'linear layer')}{experts} in {describe_quantization(quantization)}: "
         f"{disk_size(held)} on this rank, {disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other "
@@ -385,11 +385,15 @@ def answers_before_and_after(path: Path, last_step: int) -> list[str]:
     samples = [line for line in lines if all(isinstance(line.get(key), str) for key in texts)]
     first = {s["prompt"]: s["answer"] for s in reversed(samples)}
     last = [s for s in samples if s["step"] == last_step and s["expected"]][:SHOWN_ANSWERS]
-    return [
-        f"  {_short(s['prompt'])}  before: {_short(first[s['prompt']])!r}  after: {_short(s['answer'])!r}  "
-        f"{'right' if s['answer'].strip() == s['expected'].strip() else 'wrong, expected ' + repr(_short(s['expected']))}"  # noqa: E501
-        for s in last
-    ]
+    return [_describe_answer(sample, first[sample["prompt"]]) for sample in last]
+
+
+def _describe_answer(sample: dict[str, Any], first_answer: str) -> str:
+    """A line with the question of a sample, its first answer and its last, and whether the last is the expected one."""
+    answer = sample["answer"]
+    expected = sample["expected"]
+    grade = "right" if answer.strip() == expected.strip() else f"wrong, expected {_short(expected)!r}"
+    return f"  {_short(sample['prompt'])}  before: {_short(first_answer)!r}  after: {_short(answer)!r}  {grade}"
 
 
 def _short(text: str) -> str:

@@ -277,14 +277,13 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
     more = max(0, len(check.example_ids) - SHOWN_IDS)
     reports = world.gather({"loss": _describe(check.loss_sum), "ids": ids, "more": more})
     bad = {rank: r for rank, r in enumerate(reports) if r["loss"] in ("nan", "inf")} or dict(enumerate(reports))
-    places = "; ".join(
-        f"rank {rank}: loss {r['loss']}, examples {', '.join(map(str, r['ids']))}"
-        + (f" and {r['more']} more" if r["more"] else "")
-        for rank, r in bad.items()
-    )
+    places = []
+    for rank, report in bad.items():
+        more_ids = f" and {report['more']} more" if report["more"] else ""
+        places.append(f"rank {rank}: loss {report['loss']}, examples {', '.join(map(str, report['ids']))}{more_ids}")
     what = (
         f"step {check.step + 1}: the loss or gradient is not finite "
-        f"(gradient norm {_describe(check.grad_norm)}; {places})"
+        f"(gradient norm {_describe(check.grad_norm)}; {'; '.join(places)})"
     )
     if policy.on_nonfinite == "stop":
         kept = (
