@@ -135,10 +135,12 @@ def prune(
 ) -> list[str]:
     """Removes all but the newest `keep` checkpoints up to step `newest`, by step and never by time. None keeps all.
 
-    `newest` has just been published, so it is known to be sound and is always one of those that are kept. Later ones
-    and folders that do not look whole are neither counted nor removed; checkpoints whose step divides by
-    `keep_every_steps`, and that of `best_step`, are kept beside the others. Damaged ones (`rename_damaged`) of steps up
-    to `newest` go too, which the run has trained again. Returns a sentence for each that could not be removed.
+    `newest` has just been published, so it is sound and always kept. Also keeps the checkpoint of `best_step` and those
+    at multiples of `keep_every_steps`. Later checkpoints and incomplete folders are neither counted nor removed.
+    Damaged checkpoints (`rename_damaged`) up to `newest` are removed too: the run has trained their steps again.
+
+    Returns:
+        A sentence for each checkpoint that could not be removed.
     """
     if keep is None:
         return []

@@ -294,7 +294,7 @@ def repeat_continued(states: Tensor, documents: RowDocuments) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as below
 def cut_documents(documents: RowDocuments, chunk: int) -> RowDocuments:
-    """Those of a packed row, each cut into chunks of so many tokens."""
+    """Cuts each document of a packed row into chunks of `chunk` tokens."""
     assert documents.boundaries is not None
     lengths = documents.lengths or documents.boundaries.diff().tolist()
     pieces = tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))

@@ -86,8 +86,8 @@ def _list_trunks(model: Any, head: nn.Module) -> list[nn.Module]:
 
 
 def _run(model: Any, forwards: dict[nn.Module, Any], tokens: int) -> Tensor | None:
-    """The logits of the class's own forward over so many tokens, with other forwards in some of its modules; None where
-    it needs more than these."""
+    """The logits of the class's own forward over `tokens` tokens, with other `forwards` in some of its modules; None
+    where it needs more than these."""
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
     try:

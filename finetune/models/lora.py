@@ -63,12 +63,8 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
     known = {shorten(name) for name in layers}.difference(left_out)
     refuse_unknown_layers(lora, layers, type(model).__name__, has_experts=bool(expert_modules(model)))
-    experts = []
-    for path, module in model.named_modules():
-        if is_experts(module):
-            parameters = module.named_parameters(recurse=False)
-            experts += [f"{path}.{name}" for name, parameter in parameters if parameter.dim() == 3]
-    refuse_other_parameters(lora.lora_target_parameters, experts, [name for name, _ in model.named_parameters()])
+    names = [name for name, _ in model.named_parameters()]
+    refuse_other_parameters(lora.lora_target_parameters, _list_expert_parameters(model), names)
     parameters = find_adapted_parameters(model, lora.lora_target_parameters)
     model.to(base_dtype)
     model.requires_grad_(False)
@@ -114,6 +110,16 @@ class AdaptedParameter:
     name: str  # in the base model
     shape: tuple[int, ...]  # [experts, out, in], or [out, in]
     is_transposed: bool  # [experts, in, out]
+
+
+def _list_expert_parameters(model: nn.Module) -> list[str]:
+    """The names of the parameters that hold the matrices of a layer's experts, [experts, out, in]."""
+    names = []
+    for path, module in model.named_modules():
+        if is_experts(module):
+            parameters = module.named_parameters(recurse=False)
+            names += [f"{path}.{name}" for name, parameter in parameters if parameter.dim() == 3]
+    return names
 
 
 def find_adapted_parameters(model: nn.Module, targets: Collection[str]) -> dict[str, AdaptedParameter]:

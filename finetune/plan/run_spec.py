@@ -1,6 +1,6 @@
 """What is planned: the model, the recipe, the layout and the ranks; and what that takes of disks and hosts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -304,7 +304,7 @@ class RunSpec:
         return self.share_tokens(self.rows)
 
     def share_tokens(self, rows: int) -> int:
-        """Tokens that one rank has of so many full rows."""
+        """Tokens that one rank has of `rows` full rows."""
         parts = self.sharding.sequence_parallel_size
         tokens = rows * self.recipe.row_tokens
         if self.recipe.data.packing:
@@ -442,6 +442,10 @@ def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
     return sum(sizes.get(each, unquantized) for each in keys.export_formats)
 
 
+def _count_bytes(tensors: Iterable[StateTensor]) -> int:
+    return sum(tensor.numel * tensor.itemsize for tensor in tensors)
+
+
 def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
     """The memory of one node, for all its ranks, each of which has `peak_bytes` on its device."""
     ranks = min(spec.ranks, spec.ranks_per_node)
@@ -450,13 +454,13 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     optim = spec.recipe.optimization.optim
     if files is None:
-        state = sum(t.numel * t.itemsize for t in trained)
+        state = _count_bytes(trained)
         state += sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained)
     else:
         state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
-    gradients = sum(t.numel * t.itemsize for t in trained)
-    teacher = sum(t.numel * t.itemsize for t in spec.teacher_tensors)
-    frozen = sum(t.numel * t.itemsize for t in spec.tensors if not t.trainable)
+    gradients = _count_bytes(trained)
+    teacher = _count_bytes(spec.teacher_tensors)
+    frozen = _count_bytes([tensor for tensor in spec.tensors if not tensor.trainable])
     share = ranks / (spec.state_ranks * spec.stages)  # of the sharded state, on this node
     saved = state + (0 if spec.recipe.lora.use_peft else frozen)
     exported = min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + 4 * max(t.numel for t in spec.tensors)

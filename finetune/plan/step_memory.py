@@ -304,7 +304,7 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
 
 
 def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
-    """The keys and values of so many tokens in all layers, as if each attended to all of its document."""
+    """The keys and values of `tokens` tokens in all layers, as if each attended to all of its document."""
     a = spec.computed
     return int(2 * tokens * a.attending_layers * a.key_value_heads * a.mean_head_size * spec.computation.itemsize)
 

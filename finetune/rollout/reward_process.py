@@ -49,7 +49,7 @@ def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seco
     """What a function returned for each completion, whatever it is.
 
     Raises:
-        NoScores: It did not return so many things in their order.
+        NoScores: It did not return one value for each completion.
         UserError: It raised, or took longer than `seconds`.
     """
     count = len(step["completions"])
@@ -174,7 +174,8 @@ def call_tools(
 ) -> list[tuple[str, bool]]:
     """(what the model reads of its result, whether it failed) of each call: of one that raises, what it has raised.
 
-    Raises `UserError` where they take longer than `seconds` together. Where that `counts` as failed, each has so many.
+    Raises `UserError` if they take longer than `seconds` together. If a slow call `counts` as failed, each may take
+    `seconds`.
     """
     deadline = time.monotonic() + seconds
     results = []
