@@ -102,11 +102,11 @@ class FunctionObjective(Objective):
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
         """The function's loss. A filler's is 0, so that its backward still takes part in the ranks' collectives."""
-        found = model(**inputs, head_function=head_log_probabilities)
+        outputs = model(**inputs, head_function=head_log_probabilities)
         if not micro_batch.example_ids:
-            return Measured(found.sum() * 0.0)
+            return Measured(outputs.sum() * 0.0)
         with explained("loss", self.function):
-            loss: object = self.function(found, micro_batch.with_documents())
+            loss: object = self.function(outputs, micro_batch.with_documents())
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             given = "a tensor without a graph" if isinstance(loss, Tensor) and not loss.dim() else given
@@ -333,13 +333,13 @@ class Session:
             raise UserError(
                 "forward_backward: optim_in_backward leaves nothing for optim_step; remove it, or use train"
             )
-        found = batch if isinstance(batch, StepBatch) else self.batch(batch)
-        objective = self._objective(loss, has_own_rows=found.has_own_rows)
+        step_batch = batch if isinstance(batch, StepBatch) else self.batch(batch)
+        objective = self._objective(loss, has_own_rows=step_batch.has_own_rows)
         with self.computing(), self._or_no_gradients():
             self.model.train()
-            measured = forward_backward(self.model, found, objective, self.recipe, self.world)
-            average, metrics = measured.average(objective.count(found), self.world)
-        self._backward.append((found, measured))
+            measured = forward_backward(self.model, step_batch, objective, self.recipe, self.world)
+            average, metrics = measured.average(objective.count(step_batch), self.world)
+        self._backward.append((step_batch, measured))
         return Loss(average, objective.complete(metrics))
 
     @contextmanager

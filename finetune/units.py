@@ -52,7 +52,10 @@ def disk_size(size_bytes: int) -> str:
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size_bytes >= unit:
             value = size_bytes / unit
-            return f"{value:,.0f} {name}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f} {name}"
+            if value >= 100:
+                return f"{value:,.0f} {name}"
+            decimals = 1 if value >= 10 else 2
+            return f"{value:.{decimals}f} {name}"
     return f"{size_bytes} bytes"
 
 
@@ -63,7 +66,9 @@ def gib(size_bytes: float) -> str:
     ('3.00', '150', '0.001')
     """
     value = size_bytes / GIB
-    return f"{value:.0f}" if value >= 100 else f"{value:.2f}" if value >= 0.01 or value == 0 else f"{value:.3f}"
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if value >= 0.01 or value == 0 else f"{value:.3f}"
 
 
 def count(number: int) -> str:

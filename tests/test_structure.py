@@ -53,29 +53,18 @@ def test_no_class_name_is_used_twice() -> None:
 
 
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension)
-MOST_BRANCHES = 15
-# Functions that are still to be taken apart, with their branches: none is added, and none grows.
-MAZES = {
-    "checkpoint/resume.py: _read_fingerprints": 16,
-    "export/formats/gguf_export.py: _plan_adapter": 17,
-    "export/formats/gguf_tokenizer.py: describe_tokenizer": 17,
-    "plan/activations.py: _attention": 18,
-    "report/charts.py: _make_chart": 18,
-    "training/callbacks.py: load_hooks": 16,
-    "training/screens.py: first_screen": 21,
-}
 
 
 def test_no_function_is_a_maze() -> None:
-    mazes = {}
+    """Ruff's C901 counts neither conditional expressions nor comprehensions, each of which a reader follows."""
+    mazes = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 branches = 1 + sum(isinstance(inner, BRANCHES) for inner in ast.walk(node))
-                if branches > MOST_BRANCHES:
-                    mazes[f"{path.relative_to(PACKAGE)}: {node.name}"] = branches
-    assert {name: count for name, count in mazes.items() if count > MAZES.get(name, 0)} == {}
-    assert MAZES.keys() <= mazes.keys(), f"no mazes any more: {sorted(MAZES.keys() - mazes.keys())}"
+                if branches > 15:
+                    mazes.append(f"{path.relative_to(PACKAGE)}: {node.name}")
+    assert mazes == []
 
 
 def test_one_statement_assigns_several_values_only_where_they_depend_on_each_other() -> None:
@@ -93,6 +82,16 @@ def test_one_statement_assigns_several_values_only_where_they_depend_on_each_oth
             if len(target.elts) == len(node.value.elts) and not assigned & read:
                 found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
     assert found == []
+
+
+def test_no_conditional_expression_lies_within_another_one() -> None:
+    nested = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            inner = list(ast.walk(node))[1:] if isinstance(node, ast.IfExp) else []
+            if any(isinstance(part, ast.IfExp) for part in inner):
+                nested.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    assert nested == []
 
 
 def test_every_file_says_what_it_is() -> None:

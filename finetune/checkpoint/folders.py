@@ -55,13 +55,13 @@ def step_folder(run_folder: Path, step: int) -> Path:
 def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every folder that has a checkpoint's name, in order of step. Not verified."""
     folder = checkpoints_folder(run_folder)
-    found = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+    matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
 def refuse_later_steps(folder: Path, step: int) -> None:
     """Raises `UserError` where another training has left later checkpoints in the run's `folder` than `step`'s."""
-    later = max((found for found, _ in list_checkpoints(folder)), default=0)
+    later = max((saved for saved, _ in list_checkpoints(folder)), default=0)
     if later > step:
         raise UserError(
             f"save: {folder} holds step {later} of another training, which would be exported in place of this one; "
@@ -135,10 +135,12 @@ def prune(
 ) -> list[str]:
     """Removes all but the newest `keep` checkpoints up to step `newest`, by step and never by time. None keeps all.
 
-    `newest` has just been published, so it is known to be sound and is always one of those that are kept. Later ones
-    and folders that do not look whole are neither counted nor removed; checkpoints whose step divides by
-    `keep_every_steps`, and that of `best_step`, are kept beside the others. Damaged ones (`rename_damaged`) of steps up
-    to `newest` go too, which the run has trained again. Returns a sentence for each that could not be removed.
+    `newest` has just been published, so it is sound and always kept. Also keeps the checkpoint of `best_step` and those
+    at multiples of `keep_every_steps`. Later checkpoints and incomplete folders are neither counted nor removed.
+    Damaged checkpoints (`rename_damaged`) up to `newest` are removed too: the run has trained their steps again.
+
+    Returns:
+        A sentence for each checkpoint that could not be removed.
     """
     if keep is None:
         return []
@@ -259,13 +261,13 @@ def checkpoints_command(options: argparse.Namespace) -> int:
     """Lists the checkpoints of `options.run`, and with `options.verify` reads every byte. Returns 1 if any is bad."""
     run = Path(options.run)
     restore_exports(run)
-    found = summarize_checkpoints(run, checksums=options.verify)
+    summaries = summarize_checkpoints(run, checksums=options.verify)
     if options.json:
-        print(json.dumps([asdict(summary) for summary in found], indent=1))
+        print(json.dumps([asdict(summary) for summary in summaries], indent=1))
     else:
-        for line in format_list(run, found, options.verify):
+        for line in format_list(run, summaries, options.verify):
             print(line)
-    return EXIT_DAMAGED if any(summary.problems for summary in found) else 0
+    return EXIT_DAMAGED if any(summary.problems for summary in summaries) else 0
 
 
 def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
@@ -289,11 +291,11 @@ def _why_none(run: Path) -> str:
     return "no run's folder, for it has neither recipe.yaml nor metrics.jsonl; name a run's, such as runs/quickstart"
 
 
-def format_list(run: Path, found: list[Summary], verified: bool) -> list[str]:
+def format_list(run: Path, summaries: list[Summary], verified: bool) -> list[str]:
     """The list for a terminal, the newest last, and what comes next."""
     sound = "verified" if verified else "whole (--verify reads every byte)"
     lines = []
-    for one in found:
+    for one in summaries:
         if one.problems:
             lines.append(f"step {one.step:>8,}  DAMAGED: {'; '.join(one.problems)}")
             continue
@@ -308,7 +310,7 @@ def format_list(run: Path, found: list[Summary], verified: bool) -> list[str]:
             f"{path.name}: did not verify when the run resumed from an older one; removed once the run has "
             "saved that step again"
         )
-    usable = [one for one in found if not one.problems]
+    usable = [one for one in summaries if not one.problems]
     if not usable:
         return [*lines, "none of them can be resumed or exported"]
     newest = usable[-1]

@@ -69,14 +69,14 @@ PATH_LIMIT_BYTES = 4096
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
     """The JSON object in `path`, and its bytes. Raises `ValueError` (a sentence) if it holds none, or `OSError`."""
-    raw = read_bounded(path)
+    encoded = read_bounded(path)
     try:
-        content = parse_json(raw)
+        content = parse_json(encoded)
     except ValueError:
         raise ValueError(f"{path.name} is damaged") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} is damaged: it holds no JSON object")
-    return content, raw
+    return content, encoded
 
 
 def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
@@ -180,13 +180,13 @@ class Manifest:
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of `checkpoint`. Raises `ValueError` (a sentence) if it is not one, `OSError` if unreadable."""
-    content, raw = read_object(checkpoint / MANIFEST)
+    content, encoded = read_object(checkpoint / MANIFEST)
     version = content.get("format_version")
     content = {k: v for k, v in content.items() if k != "checksum"}
     if version != FORMAT_VERSION:
         raise ValueError(f"{MANIFEST} has format {version!a}; this program reads format {FORMAT_VERSION}")
     try:
-        if _encode(content) == raw:
+        if _encode(content) == encoded:
             refuse_malformed_manifest(MANIFEST, content)
             return Manifest(**content)
     except (TypeError, RecursionError):  # keys that no manifest has; nested too deep to be one

@@ -91,8 +91,8 @@ def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData | None
     for model in (recipe.model, recipe.teacher):
         if model is not None and model.model_name_or_path is not None:
             weights_folder(model)  # a hub's are downloaded first, on every node
-    found: dict[str, str] = RankGroup(world).on_main(lambda: _read_fingerprints(recipe, tokenizer, data))
-    return found
+    hashes: dict[str, str] = RankGroup(world).on_main(lambda: _read_fingerprints(recipe, tokenizer, data))
+    return hashes
 
 
 def _is_base_read(recipe: Recipe) -> bool:
@@ -105,13 +105,13 @@ def find_changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], 
 
     What either does not know (another version wrote it, or a hub's data set is streamed) is not compared.
     """
-    return [
-        sentence
-        for name, (keys, sentence) in INPUTS.items()
-        if None not in (then.get(name), now.get(name))
-        and then[name] != now[name]
-        and not any(change.startswith(keys) for change in changed_keys)
-    ]
+    sentences = []
+    for name, (keys, sentence) in INPUTS.items():
+        is_known = None not in (then.get(name), now.get(name))
+        is_explained = any(change.startswith(keys) for change in changed_keys)
+        if is_known and then[name] != now[name] and not is_explained:
+            sentences.append(sentence)
+    return sentences
 
 
 def refuse_damaged_model(recipe: Recipe) -> None:
@@ -125,36 +125,62 @@ def refuse_damaged_model(recipe: Recipe) -> None:
 
 
 def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None) -> dict[str, str]:
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
-    found: dict[str, str | None] = {
-        "datasets": data.train.fingerprint if data else None,
-        "held_out": data.evaluation.fingerprint if data and data.evaluation and recipe.data.eval_datasets else None,
-        "chat_template": durable.hash_json(tokenizer.chat_template),
-        "tokenizer": durable.hash_json([vocabulary, tokenizer.special_tokens_map]),
-    }
-    for key in ("metrics", "callbacks"):
-        named = getattr(recipe.run, key)
-        found[key] = durable.hash_json([hash_file(str(file_of(name))) for name in named]) if named else None
-    for key in ("rewards", "tools"):
-        files = [str(file_of(name)) for name in getattr(recipe.rollout, key) if name not in SHIPPED_REWARDS]
-        found[key] = durable.hash_json(list(map(hash_file, files))) if files else None
+    """The hash of each of `INPUTS` that the run has."""
+    hashes = _hash_data(recipe, data) | _hash_tokenizer(tokenizer) | _hash_code(recipe)
     base = _find_folder(recipe.model)
     teacher = _find_folder(recipe.teacher)
     if base is not None:
-        found["config"] = _hash_config(base)
-        if _is_base_read(recipe):
-            found["base"] = hash_weights(base)
-        else:
-            carried = read_carried(recipe.model)
-            found["carried"] = hash_tensors(carried) if carried else None
+        hashes |= _hash_base(base, recipe)
     if recipe.lora.adapter_name_or_path is not None:
         adapter = find_adapter(recipe.lora.adapter_name_or_path)
-        found["adapter"] = hash_weights(adapter)
-        _refuse_other_base(adapter, found.get("base"), recipe)
+        hashes["adapter"] = hash_weights(adapter)
+        _refuse_other_base(adapter, hashes.get("base"), recipe)
     if teacher is not None and recipe.method_facts.needs_teacher:
-        found["teacher"] = durable.hash_json([_hash_config(teacher), hash_weights(teacher)])
-    return {name: text for name, text in found.items() if text is not None}
+        hashes["teacher"] = durable.hash_json([_hash_config(teacher), hash_weights(teacher)])
+    return hashes
+
+
+def _hash_data(recipe: Recipe, data: PreparedData | None) -> dict[str, str]:
+    """The hashes of the rows trained on and of the held-out files; none of rows that are streamed from a hub."""
+    if data is None:
+        return {}
+    hashes = {"datasets": data.train.fingerprint}
+    if data.evaluation and recipe.data.eval_datasets:
+        hashes["held_out"] = data.evaluation.fingerprint
+    return {name: text for name, text in hashes.items() if text is not None}
+
+
+def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
+    return {
+        "chat_template": durable.hash_json(tokenizer.chat_template),
+        "tokenizer": durable.hash_json([vocabulary, tokenizer.special_tokens_map]),
+    }
+
+
+def _hash_code(recipe: Recipe) -> dict[str, str]:
+    """The hashes of the user's own files of code that the recipe names."""
+    named = {
+        "metrics": recipe.run.metrics,
+        "callbacks": recipe.run.callbacks,
+        "rewards": [name for name in recipe.rollout.rewards if name not in SHIPPED_REWARDS],
+        "tools": [name for name in recipe.rollout.tools if name not in SHIPPED_REWARDS],
+    }
+    hashes = {}
+    for key, names in named.items():
+        if names:
+            hashes[key] = durable.hash_json([hash_file(str(file_of(name))) for name in names])
+    return hashes
+
+
+def _hash_base(folder: Path, recipe: Recipe) -> dict[str, str]:
+    """The hashes of a base's config, and of what is read of its weights beside the parameters that are trained."""
+    hashes = {"config": _hash_config(folder)}
+    if _is_base_read(recipe):
+        return hashes | {"base": hash_weights(folder)}
+    carried = read_carried(recipe.model)
+    return hashes | {"carried": hash_tensors(carried)} if carried else hashes
 
 
 def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
@@ -186,10 +212,10 @@ def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[s
     Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course has changed: the
     recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
     """
-    found = RankGroup(world).on_main(
+    checkpoint = RankGroup(world).on_main(
         lambda: _find_and_compare(recipe, run_folder, world.data_parallel.size, inputs or {})
     )
-    return None if found is None else Path(found)
+    return None if checkpoint is None else Path(checkpoint)
 
 
 def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:

@@ -176,13 +176,14 @@ class Saver:
             OPTIMIZER: select_tensors(get_optimizer_state(self.model, self.optimizer)),
         }
         stages = self.world.stages
-        shards = [shard for part, tensors in parts.items() for shard in list_shards(tensors, part, stages)]
         pipeline = find_pipeline(unwrap(self.model))
         copied = tuple(f"{name}." for name in pipeline.copied) if pipeline else ()
-        return [
-            replace(shard, is_first_copy=False) if f"{shard.name}.".removeprefix("state.").startswith(copied) else shard
-            for shard in shards
-        ]
+        shards = []
+        for part, tensors in parts.items():
+            for shard in list_shards(tensors, part, stages):
+                is_copied = f"{shard.name}.".removeprefix("state.").startswith(copied)
+                shards.append(replace(shard, is_first_copy=False) if is_copied else shard)
+        return shards
 
     def _write_in_thread(self, progress: Progress, shards: list[TensorShard], event: Any) -> None:
         try:
@@ -199,8 +200,8 @@ class Saver:
             self._stage(progress, shards, is_published=True)
         except UserError as error:
             published = step_folder(self.run_folder, progress.step)
-            found = f"{published} exists" if published.exists() else "nothing was published"
-            raise UserError(f"the save of step {progress.step} failed, and {found}: {error}") from error
+            outcome = f"{published} exists" if published.exists() else "nothing was published"
+            raise UserError(f"the save of step {progress.step} failed, and {outcome}: {error}") from error
 
     def _stage(self, progress: Progress, shards: list[TensorShard], is_published: bool) -> int:
         """Stages, verifies and publishes (or removes) a checkpoint; returns its size in bytes."""
@@ -281,7 +282,9 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
             shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)
         # As in training, a model from random weights has the processor beside its tokenizer.
         source = base or recipe.model.tokenizer_name_or_path
-        folder = base_folder if base else find_local_folder(source) if source else None
+        folder = base_folder
+        if not base:
+            folder = find_local_folder(source) if source else None
         if folder is not None and has_other_parts(plain):
             for path in (folder / name for name in PROCESSOR_FILES):
                 if path.is_file():

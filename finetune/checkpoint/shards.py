@@ -184,10 +184,10 @@ def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[Te
     first = rank - rank % size
     rank = rank % size
     layouts = {name: tensor.layout if isinstance(tensor, OffloadedTensor) else tensor for name, tensor in state.items()}
-    whole = [name for name, layout in layouts.items() if not isinstance(layout, DTensor | ShardedTensor)]
+    replicated = [name for name, layout in layouts.items() if not isinstance(layout, DTensor | ShardedTensor)]
     writers = {}
     loads = [0] * size
-    for name in sorted(whole, key=lambda name: (-layouts[name].nbytes, name)):
+    for name in sorted(replicated, key=lambda name: (-layouts[name].nbytes, name)):
         writers[name] = loads.index(min(loads))
         loads[writers[name]] += layouts[name].nbytes + 1  # + 1 deals out scalars too
     listed: list[TensorShard] = []
@@ -213,11 +213,9 @@ def _shards_of_dtensor(part: str, name: str, tensor: DTensor, first_rank: int) -
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     coordinate = tensor.device_mesh.get_coordinate() or ()
     # Of a tensor that is whole in a dimension of all ranks, each mesh of the others holds a copy.
-    first = first_rank in tensor.device_mesh.mesh and all(
-        index == 0
-        for index, placement in zip(coordinate, tensor.placements, strict=True)
-        if isinstance(placement, Replicate)
-    )
+    placed = zip(coordinate, tensor.placements, strict=True)
+    replicas = [index for index, placement in placed if isinstance(placement, Replicate)]
+    first = first_rank in tensor.device_mesh.mesh and not any(replicas)
     is_divided = TENSOR in (tensor.device_mesh.mesh_dim_names or ())
     return [TensorShard(part, name, tuple(tensor.shape), tuple(offsets), local, first, is_divided)]
 
@@ -345,8 +343,8 @@ def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankG
     if stage > group_size:  # several replicas
         _refuse_different(shards, step, ranks, lambda rank: rank - rank % stage + rank % stage % group_size)
     if tensors > 1:
-        whole = [shard for shard in shards if not shard.is_divided]
-        _refuse_different(whole, step, ranks, lambda rank: rank - rank % tensors)
+        replicated = [shard for shard in shards if not shard.is_divided]
+        _refuse_different(replicated, step, ranks, lambda rank: rank - rank % tensors)
 
 
 def _refuse_different(shards: list[TensorShard], step: int, ranks: RankGroup, first_of: Callable[[int], int]) -> None:

@@ -50,7 +50,7 @@ def _find_counts(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[d
 
 
 def predicts_further(name: str, layers: int, predicting_layers: int) -> bool:
-    """Whether the tensor `name` belongs to a layer for multi-token prediction, of a model of so many decoder layers.
+    """Whether the tensor `name` belongs to a layer for multi-token prediction, of a model with `layers` decoder layers.
 
     Some families name them so, others number them on after the decoder's.
 

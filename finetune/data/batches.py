@@ -86,10 +86,10 @@ class MicroBatch:
         return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: Any = {name: change(value) for name, value in found.items() if isinstance(value, Tensor)}
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: Any = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         mismatched = self.mismatched and self.mismatched._map_tensors(change)
-        maps = {name: value for name, value in found.items() if isinstance(value, Mapping)}  # images, rollout
+        maps = {name: value for name, value in values.items() if isinstance(value, Mapping)}  # images, rollout
         changed |= {name: {key: change(each) for key, each in value.items()} for name, value in maps.items()}
         return replace(self, **changed, mismatched=mismatched)
 

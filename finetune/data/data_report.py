@@ -75,7 +75,7 @@ def count_groups(examples: Examples) -> dict[str, int]:
     """How many pairs, good answers and bad answers `examples` has."""
     ratings = examples.find_ratings() if examples.group_size > 1 else np.zeros(0, np.int8)
     counts = {"pairs": ratings == 0, "desirable": ratings > 0, "undesirable": ratings < 0}
-    return {name: int(np.count_nonzero(found)) for name, found in counts.items()}
+    return {name: int(np.count_nonzero(are_counted)) for name, are_counted in counts.items()}
 
 
 def count_examples(examples: int, pairs: int, desirable: int = 0, undesirable: int = 0) -> str:

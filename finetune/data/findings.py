@@ -33,8 +33,11 @@ class Finding:
         >>> print(Finding("doubled_bos", "fatal", 2, 2, ("a.jsonl:1", "a.jsonl:2"), "the text begins with two BOS"))
         fatal: doubled_bos: in 2 of 2 rows the text begins with two BOS (a.jsonl:1, a.jsonl:2)
         """
-        places = f" ({', '.join(self.where)}{', ...' if self.rows > len(self.where) else ''})" if self.where else ""
-        return f"{self.severity}: {self.name}: in {self.rows:,} of {counted(self.of, 'row')} {self.what}{places}"
+        text = f"{self.severity}: {self.name}: in {self.rows:,} of {counted(self.of, 'row')} {self.what}"
+        if not self.where:
+            return text
+        more = ", ..." if self.rows > len(self.where) else ""
+        return f"{text} ({', '.join(self.where)}{more})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ class Tally:
 
     def list_findings(self, of: int, unused_columns: Collection[str] = ()) -> list[Finding]:
         """The findings in `of` rows, the most severe first. `unused_columns`: that hold a value and were not read."""
-        found = []
+        findings = []
         for name, rows in self.rows.items():
             check = CHECKS[name]
             severity = check.every if rows >= of or rows > check.many * of else check.some
@@ -180,9 +183,9 @@ class Tally:
             more = f"; {self.tokens[name]:,} more tokens" if name in self.tokens else ""
             first = f"; first: {self.details[name]}" if name in self.details else ""
             what = check.what + unused + more + first
-            found.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what))
+            findings.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what))
         order = {"fatal": 0, "warning": 1, "notice": 2}
-        return sorted(found, key=lambda finding: (order[finding.severity], -finding.rows))
+        return sorted(findings, key=lambda finding: (order[finding.severity], -finding.rows))
 
 
 def refuse_fatal(findings: Iterable[Finding]) -> None:

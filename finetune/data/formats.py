@@ -222,12 +222,12 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
     for row_format, column in named.items():
         if column is not None:
             return row_format
-    found = next((name for name, facts in FORMATS.items() if facts.fits(present)), None)
-    is_chat = found is not None and FORMATS[found].is_chat
+    fitting = next((name for name, facts in FORMATS.items() if facts.fits(present)), None)
+    is_chat = fitting is not None and FORMATS[fitting].is_chat
     if isinstance(row.get("chosen"), list) and "prompt" not in present and not is_chat:
         return "messages"
-    if found is not None:
-        return found
+    if fitting is not None:
+        return fitting
     _refuse_null_column(row, present)
     known = (" + ".join(facts.columns[0]) + (f" ({facts.note})" if facts.note else "") for facts in FORMATS.values())
     hint = "Name the columns (prompt_column and completion_column, messages_column or text_column)"

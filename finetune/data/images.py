@@ -205,11 +205,11 @@ class ImageProcessor:
         except Exception as error:  # a file is missing or damaged, or a package
             raise UserError(f"{name}: its image processor cannot be loaded: {' '.join(str(error).split())}") from None
         expected = load_config(self._model).image_token_id
-        found = list(own.image_token_ids)
-        if expected not in found:
+        image_ids = list(own.image_token_ids)
+        if expected not in image_ids:
             raise UserError(
                 f"{name}: image_token_id is {expected} in the model's config, and an image's tokens have the ids "
-                f"{found} in the tokenizer; make them equal"
+                f"{image_ids} in the tokenizer; make them equal"
             )
         return own
 
@@ -223,7 +223,7 @@ class ImageProcessor:
             return {}
         from transformers.utils import cached_file
 
-        found: dict[str, str] = {}
+        files: dict[str, str] = {}
         for file in PROCESSOR_FILES[:2]:
             path = cached_file(
                 self._name,
@@ -233,8 +233,8 @@ class ImageProcessor:
                 _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_connection_errors=False,
             )
-            found |= {file: Path(path).read_text(encoding="utf-8", errors="replace")} if path else {}
-        return found
+            files |= {file: Path(path).read_text(encoding="utf-8", errors="replace")} if path else {}
+        return files
 
     @cached_property
     def is_expected(self) -> bool:
@@ -275,15 +275,15 @@ class ImageProcessor:
         blank = Image.new("RGB", size)
         own = self._own
         try:
-            found = own(text=[self.token], images=[[blank]], return_text_replacement_offsets=True)
+            processed = own(text=[self.token], images=[[blank]], return_text_replacement_offsets=True)
         except ValueError as error:  # a processor's own limits, such as a ratio of the sides
             raise BadRow(f"image: {size[0]} x {size[1]} pixels: {type(own).__name__} rejects it: {error}") from None
-        return str(found["text_replacement_offsets"][0][0]["replacement"])
+        return str(processed["text_replacement_offsets"][0][0]["replacement"])
 
     def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
         """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""
-        found = self._process(images)
-        return {name: value for name, value in found.items() if name not in TEXT_INPUTS | LAYOUTS}
+        processed = self._process(images)
+        return {name: value for name, value in processed.items() if name not in TEXT_INPUTS | LAYOUTS}
 
     def _process(self, images: Sequence[EncodedImage]) -> Mapping[str, Any]:
         """All that the processor makes of `images` and of a text that holds nothing else."""

@@ -373,15 +373,14 @@ def format_turns(turns: Sequence[ShownTurn], styles: Mapping[str, str]) -> Itera
         if turn.same < len(turn.prompt):
             yield "  which is not what stands before it in training" + (", from the part in red on" if styles else "")
         yield "  and trained to answer:"
-        marks = {True: "trained", False: "untrained"}
-        yield "".join(
-            f"{styles[marks[on]]}{printable(text)}{end}"
-            if styles
-            else f">>{printable(text)}<<"
-            if on
-            else printable(text)
-            for text, on in turn.pieces
-        )
+        yield "".join(_mark(printable(text), is_trained, styles) for text, is_trained in turn.pieces)
+
+
+def _mark(text: str, is_trained: bool, styles: Mapping[str, str]) -> str:
+    """Shows by a color, or without colors by >> and <<, whether a text is trained on."""
+    if styles:
+        return styles["trained" if is_trained else "untrained"] + text + styles["end"]
+    return f">>{text}<<" if is_trained else text
 
 
 PAGE = """\

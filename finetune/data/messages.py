@@ -85,8 +85,8 @@ def _find_images(messages: Sequence[Message], of_parts: Sequence[Any], of_row: S
     if named and of_row:
         raise BadRow("images are named both in the messages and in a column of the row; keep one of the two")
     if places != len(named or of_row):
-        found = counted(len(named or of_row), "image")
-        raise BadRow(f"its messages have {counted(places, 'place')} for an image, and the row has {found}")
+        image_count = counted(len(named or of_row), "image")
+        raise BadRow(f"its messages have {counted(places, 'place')} for an image, and the row has {image_count}")
     return tuple(named or of_row)
 
 

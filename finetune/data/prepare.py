@@ -373,14 +373,14 @@ def _read_stored(
     """(training, held-out, report) of data that is read before training."""
     examples, sources = _read_sources(recipe.data.datasets, recipe, tokenizer, world)
     held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
-    found = [finding for source in (*sources, *eval_sources) for finding in source.findings]
+    findings = [finding for source in (*sources, *eval_sources) for finding in source.findings]
     if examples is None or not len(examples):
-        stop = [str(finding) for finding in found if finding.is_fatal]
+        stop = [str(finding) for finding in findings if finding.is_fatal]
         raise UserError.of([*stop, f"{recipe.place_of('datasets')}: datasets: nothing is left to train on"])
     if recipe.data.eval_split_size is not None:
         examples, held_out = hold_out(examples, recipe.data.eval_split_size, recipe.run.seed)
     leaked = [] if held_out is None else find_held_out_in_training(examples, held_out)
-    if any(finding.name == "plain_template" for finding in found):
+    if any(finding.name == "plain_template" for finding in findings):
         tokenizer.chat_template = PLAIN
     train = make_train_batches(recipe, examples, tokenizer, world)
     evaluation = make_eval_batches(recipe, held_out, tokenizer, world)

@@ -154,11 +154,11 @@ def _refuse_binary(path: str, stream: IO[bytes]) -> None:
     """Raises `UserError` where the file begins like no text in UTF-8; else the stream is at its start again."""
     start = stream.read(1024)
     stream.seek(0)
-    found = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
-    if found is None and start.count(0) > len(start) // 4:  # a few are a damaged row, and the others are read
-        found = "no text in UTF-8: many of its bytes are 0, as in UTF-16 or a binary file; save it as UTF-8"
-    if found is not None:
-        raise UserError(f"{path}: {found}")
+    problem = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
+    if problem is None and start.count(0) > len(start) // 4:  # a few are a damaged row, and the others are read
+        problem = "no text in UTF-8: many of its bytes are 0, as in UTF-16 or a binary file; save it as UTF-8"
+    if problem is not None:
+        raise UserError(f"{path}: {problem}")
 
 
 def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
@@ -393,7 +393,7 @@ def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] 
                 kinds[key].add(isinstance(value, dict))
     except (ValueError, RecursionError):
         return None
-    lists = [key for key, found in kinds.items() if found == {True}]
+    lists = [key for key, are_lists in kinds.items() if are_lists == {True}]
     if len(lists) != 1:
         raise UserError(f"{path}: one JSON object; a list of rows, or one row a line (JSON Lines) is expected")
     stream.seek(0)

@@ -116,10 +116,10 @@ def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
         if Path(path).exists():
             raise UserError(f"{path}: a pipe or a device, not a file or folder; write its rows into a file")
     if any(letter in path for letter in "*?["):
-        found = _match_glob(path)
-        if not found:
+        paths = _match_glob(path)
+        if not paths:
             raise UserError(f"{path}: no file matches")
-        return {"train": found}
+        return {"train": paths}
     if ".py:" in path:
         raise UserError(f"{path}: a function is named by the key function, in place of path")
     if file_kind(path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
@@ -139,8 +139,8 @@ def _match_glob(pattern: str) -> tuple[str, ...]:
     path = Path(pattern)
     first = next(i for i, part in enumerate(path.parts) if any(letter in part for letter in "*?["))
     folder = Path(*path.parts[:first])
-    found = sorted(str(p) for p in folder.glob(str(Path(*path.parts[first:]))) if p.is_file())
-    return tuple(found)
+    paths = sorted(str(p) for p in folder.glob(str(Path(*path.parts[first:]))) if p.is_file())
+    return tuple(paths)
 
 
 def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
@@ -156,10 +156,10 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
         files: set[str] = set()
         for name in names:
             try:
-                found = resolve_pattern(name, escape(path))
+                paths = resolve_pattern(name, escape(path))
             except FileNotFoundError:
                 continue
-            for file in found:
+            for file in paths:
                 if file_kind(file):
                     files.add(file)
                 elif Path(file).suffix.lower() in PACKED and file_kind(str(Path(file).with_suffix(""))):

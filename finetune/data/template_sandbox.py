@@ -56,7 +56,10 @@ def _weigh(value: Any) -> int:
             part = part._Namespace__attrs
         if isinstance(part, PARTED):
             weight += ELEMENT * len(part)
-            left += [*part, *part.values()] if isinstance(part, dict) else () if isinstance(part, range) else part
+            if isinstance(part, dict):
+                left += [*part, *part.values()]
+            elif not isinstance(part, range):  # whose numbers weigh nothing more
+                left += part
     return weight
 
 
@@ -96,7 +99,11 @@ def _size_words(text: Any, width: int = 79, _: bool = True, wrapstring: str | No
 
 
 def _size_translate(text: str, table: Any) -> Any:
-    values = table.values() if isinstance(table, dict) else table if isinstance(table, list | tuple) else ()
+    values: Iterable[Any] = ()
+    if isinstance(table, dict):
+        values = table.values()
+    elif isinstance(table, list | tuple):
+        values = table
     return len(text) * max((len(value) for value in values if isinstance(value, str)), default=1)
 
 

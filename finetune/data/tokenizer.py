@@ -101,22 +101,23 @@ def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
     ours = tokenizer.get_vocab()
     theirs = own.get_vocab()
     different = sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))
-    found = ""
+    difference = ""
     if different:
         token, index = different[0]
         whose = "the teacher's tokenizer" if token in theirs and theirs[token] == index else "the model's tokenizer"
-        found = f"{token!r} is token {index} only of {whose}"
+        difference = f"{token!r} is token {index} only of {whose}"
     else:
         parts = [json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, own)]
         changed = [
             part for part in ("model", "normalizer", "pre_tokenizer") if parts[0].get(part) != parts[1].get(part)
         ]
         if changed:
-            found = f"the tokens are the same, but a text is cut into others ({', '.join(changed)} in tokenizer.json)"
-    if found:
+            names = ", ".join(changed)
+            difference = f"the tokens are the same, but a text is cut into others ({names} in tokenizer.json)"
+    if difference:
         raise UserError(
             f"{teacher.model_name_or_path}: its tokenizer is not that of the model that is trained: "
-            f"{found}; name a teacher of the same family, with the same tokenizer"
+            f"{difference}; name a teacher of the same family, with the same tokenizer"
         )
 
 
@@ -239,7 +240,7 @@ def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
 
     if model.model_name_or_path is None:
         return []
-    found = cached_file(
+    file = cached_file(
         model.model_name_or_path,
         GENERATION_FILE,
         revision=model.model_revision,
@@ -248,7 +249,7 @@ def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
         _raise_exceptions_for_connection_errors=False,
     )
     # A damaged file is reported where it is written into an export.
-    stops = read_json_object(Path(found)).get("eos_token_id") if found else None
+    stops = read_json_object(Path(file)).get("eos_token_id") if file else None
     ids = stops if isinstance(stops, list) else [stops]
     return [str(token) for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)]) if token]
 

@@ -85,15 +85,15 @@ class ToolTurns:
         """An answer as a message, its special tokens included; None where it cannot be read."""
         own, tools = self._of_row(row)
         try:
-            found = parse_response(answer, self.response_template, prefix=own.generation_prompt, tools=list(tools))
-            calls = [{"type": "function", "function": _read_call(call)} for call in found.get("tool_calls") or ()]
+            parsed = parse_response(answer, self.response_template, prefix=own.generation_prompt, tools=list(tools))
+            calls = [{"type": "function", "function": _read_call(call)} for call in parsed.get("tool_calls") or ()]
         except Exception:  # whatever patterns and parsers raise for what a model has written
             return None
         whole = own.generation_prompt + answer
         if whole.count("<think>") > whole.count("</think>"):  # transformers takes the rest for a thought that ended
             return None
-        words = {key: value for key, value in found.items() if key != "tool_calls" and value is not None}
-        return {**words, "content": found.get("content") or "", **({"tool_calls": calls} if calls else {})}
+        words = {key: value for key, value in parsed.items() if key != "tool_calls" and value is not None}
+        return {**words, "content": parsed.get("content") or "", **({"tool_calls": calls} if calls else {})}
 
     def encode_results(self, results: Sequence[Message], row: Mapping[str, Any]) -> list[int]:
         """The ids that follow the token at which a turn with calls ended, up to where the assistant writes again.

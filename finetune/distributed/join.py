@@ -258,8 +258,8 @@ def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float)
 def is_alive(process: int, created: float) -> bool:
     """Whether the process runs; one that has ended and waits for its parent (a zombie) does not."""
     try:
-        found = psutil.Process(process)
-        return bool(found.create_time() == created and found.status() != psutil.STATUS_ZOMBIE)
+        running = psutil.Process(process)
+        return bool(running.create_time() == created and running.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 

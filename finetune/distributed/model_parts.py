@@ -64,13 +64,13 @@ def take_language_model(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     >>> list(take_language_model(dict.fromkeys(names)))
     ['model.norm.weight', 'lm_head.weight']
     """
-    found = {}
+    renamed = {}
     for name, tensor in stored.items():
         inside = IN_FILES.fullmatch(name)
         short = inside[1] if inside else name
         if inside or short.startswith("lm_head."):
-            found[short if short.startswith("lm_head.") else f"model.{short}"] = tensor
-    return found
+            renamed[short if short.startswith("lm_head.") else f"model.{short}"] = tensor
+    return renamed
 
 
 def text_modules(model: Any) -> list[tuple[str, nn.Module]]:
@@ -81,8 +81,8 @@ def text_modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 def base_of(model: Any) -> Any:
     """`model` without its output head."""
-    found = getattr(model, model.base_model_prefix, model)
-    return getattr(model, "model", model) if found is model else found  # Llama 4's text class has another name there
+    inner = getattr(model, model.base_model_prefix, model)
+    return getattr(model, "model", model) if inner is model else inner  # Llama 4's text class has another name there
 
 
 def has_trained(model: nn.Module) -> bool:

@@ -116,10 +116,14 @@ def _check_plan(model: Any, where: str) -> None:
     unplanned = [name for name in sorted(norms) if plan.get(f"layers.*.self_attn.{name}") != GRADIENT_STYLE]
     unknown = sorted({style for name, style in plan.items() if name != "embed_tokens"} - {*STYLES, GRADIENT_STYLE})
     if not plan or unplanned or unknown:
-        lacks = f"has {unknown[0]}" if unknown else f"lacks {', '.join(unplanned)}" if unplanned else "is empty"
+        problem = "is empty"
+        if unknown:
+            problem = f"has {unknown[0]}"
+        elif unplanned:
+            problem = f"lacks {', '.join(unplanned)}"
         raise UserError(
-            f"{where}: the plan of transformers {transformers.__version__} for {kind} {lacks}, and is not understood; "
-            "use a version that this project is tested with, or no tensor parallelism"
+            f"{where}: the plan of transformers {transformers.__version__} for {kind} {problem}, and is not "
+            "understood; use a version that this project is tested with, or no tensor parallelism"
         )
 
 
@@ -137,19 +141,19 @@ class _VocabularyParallel(RowwiseParallel):
 
 def _torch_styles(model: Any, styles: dict[str, str]) -> dict[str, ParallelStyle]:
     """torch's style for each sharded module; of an adapted layer, for the base and one of its adapter's matrices."""
-    found = {}
+    torch_styles = {}
     for name, style in styles.items():
         if style not in STYLES:
             continue
         layer = model.get_submodule(name)
         if isinstance(layer, nn.Linear):
-            found[name] = STYLES[style]()
+            torch_styles[name] = STYLES[style]()
         else:
             divided = "lora_A" if style.startswith("rowwise") else "lora_B"
             if divided == "lora_B":  # and its input's gradient, so A's too, are parts
                 setattr(layer.get_submodule("lora_A.default"), PARTIAL, True)
-            found |= {f"{name}.{part}": STYLES[style]() for part in ("base_layer", f"{divided}.default")}
-    return found
+            torch_styles |= {f"{name}.{part}": STYLES[style]() for part in ("base_layer", f"{divided}.default")}
+    return torch_styles
 
 
 class VocabularyShard(NamedTuple):

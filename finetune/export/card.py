@@ -138,14 +138,14 @@ def _training(source: Source) -> str:
         rows.append(("Epochs", f"{state['epoch']:.3g}"))
     lines = read_metrics(source.run)
     for label, key in (("Loss", "loss"), ("Held-out loss", "eval_loss")):
-        if found := _series(lines, key, state.get("step")):
-            rows.append((f"{label}, first and last", f"{found[0][1]:.4f} → {found[-1][1]:.4f}"))
-            best_step, best = min(found, key=lambda point: point[1])
+        if points := _series(lines, key, state.get("step")):
+            rows.append((f"{label}, first and last", f"{points[0][1]:.4f} → {points[-1][1]:.4f}"))
+            best_step, best = min(points, key=lambda point: point[1])
             rows += [(f"{label}, best", f"{best:.4f} at step {best_step:,}")] if key == "eval_loss" else []
     for label, key in _PREFERENCES:
         named = ((label, key), (f"{label}, held out", f"eval_{key}"))
         rows += [
-            (name, f"{found[-1][1]:.3g}") for name, of in named if (found := _series(lines, of, state.get("step")))
+            (name, f"{points[-1][1]:.3g}") for name, of in named if (points := _series(lines, of, state.get("step")))
         ]
     diverged = find_divergence(losses_of(lines, state.get("step")))
     warning = [f"**This run diverged**: {diverged}."] if diverged else []
@@ -168,20 +168,20 @@ def _merge(merge: MergeChoice, quantization: Quantization) -> str:
         f" Each on {len(merge.rows)} {kind} rows ({merge.rows.labeled_tokens:,} labeled tokens), computed in float32:"
     )
     rows = []
-    for name, found in merge.measured.items():
+    for name, score in merge.measured.items():
         label = f"{quantization.bits}-bit base with the adapter" if name == TRAINED else f"merged onto the {name} base"
         label += " (this one)" if name == merge.onto else ""
-        rows.append((label, f"{found.loss:.4f}", f"{found.logit_difference:.3g}"))
+        rows.append((label, f"{score.loss:.4f}", f"{score.logit_difference:.3g}"))
     return f"{text}\n\n{_table(('Model', 'Loss', 'Largest logit difference'), rows)}"
 
 
 def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple[int, float]]:
     """(step, value) of the lines up to `last_step` that have a number under `key`."""
     last = last_step if isinstance(last_step, int) else math.inf
-    found = [(line.get("step"), line.get(key)) for line in lines]
+    points = [(line.get("step"), line.get(key)) for line in lines]
     return [
         (s, float(v))
-        for s, v in found
+        for s, v in points
         if isinstance(s, int) and s <= last and isinstance(v, int | float) and math.isfinite(v)
     ]
 
@@ -217,12 +217,17 @@ def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[
     """Path, split, format, weight and examples of one source; `reported` is its entry in data_report.json."""
     formats, examples, pairs = (reported.get(key) for key in ("formats", "examples", "pairs"))
     recognized = ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognized"
+    size = ""
+    if pairs:
+        size = f"{pairs:,} pairs"
+    elif isinstance(examples, int):
+        size = f"{examples:,}"
     return (
         _shown_path(str(entry.get("function") or entry.get("path"))),
         str(entry.get("split", "")),
         str(entry.get("type") or recognized),
         str(entry.get("weight", 1.0)),
-        f"{pairs:,} pairs" if pairs else f"{examples:,}" if isinstance(examples, int) else "",
+        size,
     )
 
 
@@ -304,9 +309,10 @@ def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 def _shown_path(path: str) -> str:
     """A hub name, or the last part of a local path, of a run's export/ the run's name: the rest is private."""
     local = PurePath(path)
-    return (
-        path if _is_hub_name(path) else local.parent.name if local.name == EXPORT and local.parent.name else local.name
-    )
+    if _is_hub_name(path):
+        return path
+    is_export = local.name == EXPORT and local.parent.name
+    return local.parent.name if is_export else local.name
 
 
 def _is_hub_name(name: str) -> bool:

@@ -172,8 +172,8 @@ def _embedding(
     module: nn.Embedding, name: str, variants: Sequence[Rows], _: Sequence[RoundInputs | None], ids: torch.Tensor
 ) -> torch.Tensor:
     tokens, places = torch.unique(ids, return_inverse=True)
-    found = torch.cat([variants[0](f"{name}.weight", token, token + 1).float() for token in tokens.tolist()])
-    return found[places]
+    rows = torch.cat([variants[0](f"{name}.weight", token, token + 1).float() for token in tokens.tolist()])
+    return rows[places]
 
 
 STREAMED: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.Linear: _linear, nn.Embedding: _embedding}
@@ -225,10 +225,10 @@ def check_streamed_logits(config: Any, trust_remote_code: bool = False, log: Cal
             return False
         values = own.state_dict()
         try:
-            found = stream_logits(streamed, lambda name, start, stop: _rows(values[name], start, stop))
+            logits = stream_logits(streamed, lambda name, start, stop: _rows(values[name], start, stop))
         except Exception as error:
             raise _unverifiable(own, on_one_line(error)) from error
-    difference = float((found - truth).norm() / truth.norm())
+    difference = float((logits - truth).norm() / truth.norm())
     if not difference <= LARGEST_DIFFERENCE:
         raise _unverifiable(own, f"logits computed a tensor at a time differ by {difference:.2g} from its own")
     return True

@@ -140,8 +140,8 @@ def measure_merges(
     if not source.quantized:
         variants["original"] = plan_values(source, target, stored, dtype, "original")
     variants["dequantized"] = plan_values(source, target, stored, dtype, "dequantized", read_dequantized)
-    found = measure(target.model, [rows_of(values, target) for values in variants.values()], rows)
-    return dict(zip(variants, found, strict=True))
+    scores = measure(target.model, [rows_of(values, target) for values in variants.values()], rows)
+    return dict(zip(variants, scores, strict=True))
 
 
 def rows_of(values: Mapping[str, Value], target: TargetModel) -> Rows:
@@ -242,10 +242,10 @@ def describe_choice(choice: MergeChoice, bits: int) -> list[str]:
         return []
     kind = "held-out" if choice.rows.held_out else "training"
     lines = [f"merge   on {len(choice.rows)} {kind} rows, {choice.rows.labeled_tokens:,} labeled tokens"]
-    for name, found in choice.measured.items():
-        difference = "" if name == TRAINED else f", largest logit difference {found.logit_difference:.3g}"
+    for name, score in choice.measured.items():
+        difference = "" if name == TRAINED else f", largest logit difference {score.logit_difference:.3g}"
         label = f"{bits}-bit base + adapter" if name == TRAINED else f"merged onto the {name} base"
-        lines.append(f"        {label}: loss {found.loss:.4f}{difference}")
+        lines.append(f"        {label}: loss {score.loss:.4f}{difference}")
     return [*lines, f"        exported: onto the {choice.onto} base, {choice.reason}"]
 
 

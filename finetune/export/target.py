@@ -72,7 +72,7 @@ class TargetModel:
 
 
 def _add_rope_of_transformers_4(config: dict[str, Any]) -> None:
-    """Adds the keys that readers without transformers 5 look for (mlx-lm): else they take their own frequencies."""
+    """Adds the keys of transformers 4, which mlx-lm reads: without them it uses wrong frequencies."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return

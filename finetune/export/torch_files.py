@@ -146,10 +146,10 @@ class _Section(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        found = self._content[self._position : self._position + len(buffer)]
-        buffer[: len(found)] = found
-        self._position += len(found)
-        return len(found)
+        content = self._content[self._position : self._position + len(buffer)]
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
 
 if __name__ == "__main__":  # a short process, most of which is imports: see verify.py
@@ -186,11 +186,11 @@ def read_torch_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
 
 
 def _join_places(folder: Path, places: list[Any]) -> dict[str, StoredTensor]:
-    found: dict[str, list[tuple[StoredPart, torch.dtype]]] = {}
+    parts_by_name: dict[str, list[tuple[StoredPart, torch.dtype]]] = {}
     for name, dtype, file_name, position, offsets, shape in places:
         part = StoredPart(folder / file_name, position, tuple(offsets), tuple(shape))
-        found.setdefault(name, []).append((part, getattr(torch, dtype)))
-    return {name: join_parts(name, parts) for name, parts in sorted(found.items())}
+        parts_by_name.setdefault(name, []).append((part, getattr(torch, dtype)))
+    return {name: join_parts(name, parts) for name, parts in sorted(parts_by_name.items())}
 
 
 def _find_places(*paths: Path) -> Any:
@@ -327,7 +327,7 @@ def read_metadata(folder: Path) -> Mapping[str, dict[Any, Any]]:
     try:
         content = path.read_bytes()
         _check_opcodes(content)
-        found = getattr(_MetadataReader(io.BytesIO(content)).load(), "attributes", {})
+        attributes = getattr(_MetadataReader(io.BytesIO(content)).load(), "attributes", {})
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UserError as refusal:
@@ -336,9 +336,9 @@ def read_metadata(folder: Path) -> Mapping[str, dict[Any, Any]]:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise UserError(f"{path}: damaged ({type(error).__name__}); copy it again") from None
-    if not all(isinstance(found.get(name), dict) for name in ("storage_data", "state_dict_metadata")):
+    if not all(isinstance(attributes.get(name), dict) for name in ("storage_data", "state_dict_metadata")):
         raise UserError(f"{path}: does not describe a checkpoint")
-    return found
+    return attributes
 
 
 def _dcp_folder(folder: Path) -> dict[str, Any]:
@@ -379,9 +379,9 @@ def _dcp_part(folder: Path, index: Mapping[str, Any], info: Mapping[str, Any], o
     content = archive.load()
     if not isinstance(content, torch.Tensor) or content.dim() != len(offsets):
         raise UserError(f"{path}: {name}: holds no tensor of {len(offsets)} dimensions")
-    found = _place(path, name, content, archive, offsets)
+    with_offsets = _place(path, name, content, archive, offsets)
     opened[path].release()
-    return found
+    return with_offsets
 
 
 def _torch_file(path: Path) -> list[Place]:
@@ -393,8 +393,8 @@ def _torch_file(path: Path) -> list[Place]:
         content = content["model"]
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         raise UserError(f"{path}: holds no state dict")
-    found = {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
-    return [_place(path, name, tensor, archive, (0,) * tensor.dim()) for name, tensor in found.items()]
+    tensors = {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
+    return [_place(path, name, tensor, archive, (0,) * tensor.dim()) for name, tensor in tensors.items()]
 
 
 def _place(path: Path, name: str, tensor: torch.Tensor, archive: Archive, offsets: tuple[int, ...]) -> Place:

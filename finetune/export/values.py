@@ -58,32 +58,32 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
 
     Raises `UserError` where a tensor of the adapter fits no module or has a wrong shape.
     """
-    found: dict[str, WeightUpdate] = {}
+    updates: dict[str, WeightUpdate] = {}
     parameters = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
     for name in sorted(adapter.tensors):
         module = name.rpartition(".lora_")[0]
         if name.endswith(".lora_A.weight") and module in parameters:
-            found[parameters[module].name] = _parameter_update(adapter, module, parameters[module], where)
+            updates[parameters[module].name] = _parameter_update(adapter, module, parameters[module], where)
         elif name.endswith(".lora_A.weight"):
-            found[f"{module}.weight"] = _linear_update(adapter, module, f"{module}.weight", where)
+            updates[f"{module}.weight"] = _linear_update(adapter, module, f"{module}.weight", where)
         elif name.endswith(".lora_B.bias"):
-            found[f"{module}.bias"] = _bias_update(adapter, module, where)
+            updates[f"{module}.bias"] = _bias_update(adapter, module, where)
         elif name.endswith(".lora_embedding_A"):
-            found[f"{module}.weight"] = _embedding_update(adapter, module, where)
+            updates[f"{module}.weight"] = _embedding_update(adapter, module, where)
         elif name in target.shapes or (name in target.tied and not _repeats(adapter, name, target.tied[name])):
-            found[name] = _replacement(adapter.tensors[name], name)
+            updates[name] = _replacement(adapter.tensors[name], name)
     used = frozenset(filter(_is_own_base, adapter.tensors))
     used |= {name for name, first in target.tied.items() if _repeats(adapter, name, first)}
-    used = used.union(*(update.used for update in found.values()))
+    used = used.union(*(update.used for update in updates.values()))
     problems = [
         f"{where}: {name}: is no part of LoRA for {target.class_name}" for name in sorted(adapter.tensors.keys() - used)
     ]
-    fits = {name: update.shape for name, update in found.items()}
+    fits = {name: update.shape for name, update in updates.items()}
     fits |= {name: tensor.shape for name, tensor in find_own_bases(adapter).items()}
     problems += [p for name, shape in fits.items() if (p := _find_misfit(name, shape, target, where))]
-    if problems or not found:
+    if problems or not updates:
         raise UserError.of(problems[:20] or [f"{where}: the adapter is empty"])
-    return found
+    return updates
 
 
 def find_parameter_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, WeightUpdate]:
@@ -257,14 +257,14 @@ def _find_of_base(source: Source, target: TargetModel, stored: Mapping[str, Stor
     if not (target.beside and source.state and source.base is not None and any(source.base.glob("*.safetensors"))):
         return {}
     base = convert_to_parameters(target.model, read_folder(source.base), str(source.base))
-    found = {name: base[name] for name in target.beside & base.keys() if base[name].shape == stored[name].shape}
+    of_same_shape = {name: base[name] for name in target.beside & base.keys() if base[name].shape == stored[name].shape}
 
     def is_same(name: str) -> bool:
-        one = found[name]
+        one = of_same_shape[name]
         other = stored[name]
         return all(torch.equal(read_rows(one, *b).to(other.dtype), read_rows(other, *b)) for b in row_blocks(one.shape))
 
-    return {name: tensor for name, tensor in found.items() if is_same(name)}
+    return {name: tensor for name, tensor in of_same_shape.items() if is_same(name)}
 
 
 def choose_written_dtype(source: Source, target: TargetModel, options: ExportOptions) -> torch.dtype:
@@ -320,7 +320,7 @@ def plan_values(
     quantized = find_quantized(source, target) if onto == "dequantized" else frozenset(source.quantized)
     read_dequantized = read_dequantized or make_dequantizer(source)
     of_checkpoint = source.adapter is None and bool(source.state)
-    found = {}
+    values = {}
     for name in target.shapes:
         stored_dtype = source.compute_dtype if name in quantized else stored[name].dtype
         of_run = of_checkpoint and stored[name].parts[0].path.is_relative_to(source.path)
@@ -328,8 +328,8 @@ def plan_values(
         value = stored_value(stored[name], name, target.written_dtype(name, stored_dtype, written))
         if name in quantized:
             value = replace(value, rows=dequantized_rows(stored[name], read_dequantized))
-        found[name] = merged_value(updates[name], value) if name in updates else value
-    return found
+        values[name] = merged_value(updates[name], value) if name in updates else value
+    return values
 
 
 def dequantized_rows(stored: StoredTensor, read_dequantized: ReadDequantized) -> Callable[[int, int], torch.Tensor]:

@@ -98,7 +98,7 @@ class WrittenFiles:
 
 def read_digests(files: WrittenFiles, advance: Callable[[int], object] = lambda _: None) -> dict[str, str]:
     """The digest (xxh3, 128 bits, hexadecimal) of every tensor's bytes, by name, in the file's order."""
-    found = {}
+    digests = {}
     for name, (_, entry) in files.entries.items():
         digest = xxhash.xxh3_128()
 
@@ -108,9 +108,9 @@ def read_digests(files: WrittenFiles, advance: Callable[[int], object] = lambda 
 
         for start, stop in row_blocks(entry.shape):
             advance(files.read(name, start, stop, add))
-        found[name] = digest.hexdigest()
+        digests[name] = digest.hexdigest()
     files.close()
-    return found
+    return digests
 
 
 # The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains.
@@ -142,8 +142,8 @@ def start_verification(
     elif not weights.model:
 
         def verify_adapter(written: Digests) -> str:
-            found = read_digests(WrittenFiles(folder, tuple(shard.name for shard in weights.shards)))
-            compare_values(folder, weights, written, found)
+            digests = read_digests(WrittenFiles(folder, tuple(shard.name for shard in weights.shards)))
+            compare_values(folder, weights, written, digests)
             return ", verified: every value"
 
         yield ignore, verify_adapter
@@ -165,8 +165,8 @@ def start_verification(
             yield process.on_disk, verify_model
 
 
-def compare_values(folder: Path, weights: Weights, written: Digests, found: Mapping[str, str]) -> None:
-    """Compares the digests of the values that were read back, `found`, with those taken before they were written.
+def compare_values(folder: Path, weights: Weights, written: Digests, read: Mapping[str, str]) -> None:
+    """Compares the digests of the values that were read back, `read`, with those taken before they were written.
 
     Raises `UserError` listing the tensors that differ.
     """
@@ -178,7 +178,7 @@ def compare_values(folder: Path, weights: Weights, written: Digests, found: Mapp
         if name in files and (files[name].shape, files[name].dtype) != (value.shape, value.dtype):
             problems.append(f"{name}: {files[name].dtype} {files[name].shape}, not {value.dtype} {value.shape}")
     _raise_if_any(problems, "the files do not hold what the model needs")
-    differing = [name for name in expected if found.get(name) != written[name]]
+    differing = [name for name in expected if read.get(name) != written[name]]
     _raise_if_any(
         [f"{name}: differs from the checkpoint" for name in differing], "values read back differ from the checkpoint's"
     )
@@ -248,8 +248,8 @@ def _logits_bound(weights: Weights) -> float:
     return 0.0 if is_lossless and not weights.is_merged else BOUNDS[weights.dtype]
 
 
-def _compare_logits(expected: torch.Tensor, found: torch.Tensor, bound: float) -> float:
-    """The relative difference of the separate process's logits, `found`, from the checkpoint's.
+def _compare_logits(expected: torch.Tensor, logits: torch.Tensor, bound: float) -> float:
+    """The relative difference of the separate process's `logits` from the checkpoint's.
 
     Raises `UserError` where it is over `bound`.
     """
@@ -257,7 +257,7 @@ def _compare_logits(expected: torch.Tensor, found: torch.Tensor, bound: float) -
         raise UserError(
             "the checkpoint's logits are not finite: the training has diverged; export an earlier checkpoint"
         )
-    difference = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+    difference = float((logits - expected).norm() / expected.norm().clamp_min(1e-30))
     if not difference <= bound:
         raise UserError(
             f"not exported: in a separate process the logits differ by {difference:.2g} from the checkpoint's; "
@@ -372,8 +372,8 @@ def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> Non
 
 
 def _compute_logits(folder: Path, target: TargetModel, progress: DiskProgress) -> torch.Tensor:
-    found = [folder / SINGLE_FILE] if (folder / SINGLE_FILE).exists() else sorted(folder.glob("*.safetensors"))
-    files = WrittenFiles(folder, tuple(path.name for path in found), progress.wait_for)
+    paths = [folder / SINGLE_FILE] if (folder / SINGLE_FILE).exists() else sorted(folder.glob("*.safetensors"))
+    files = WrittenFiles(folder, tuple(path.name for path in paths), progress.wait_for)
     boxes = boxes_of_parameters(target.model, files.shapes, str(folder))
 
     def read(name: str, slices: Slices) -> torch.Tensor:

@@ -88,8 +88,8 @@ def read_lines_as_written(path: Path) -> list[tuple[bytes, dict[str, Any] | None
     """As `read_json_lines`, each with its bytes, without the end of the line."""
     if not path.is_file():
         return []
-    found = [(line, _parse(line)) for line in path.read_bytes().split(b"\n")]
-    return found if found[-1][1] is not None else found[:-1]
+    parsed = [(line, _parse(line)) for line in path.read_bytes().split(b"\n")]
+    return parsed if parsed[-1][1] is not None else parsed[:-1]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -77,10 +77,10 @@ def find_local_folder(name: str, revision: str | None = None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
+        config_file = try_to_load_from_cache(name, "config.json", revision=revision)
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(config_file).parent if isinstance(config_file, str) else None
 
 
 def hub_error(repository: str, error: Exception, what: str = "its files", revision: str | None = None) -> UserError:

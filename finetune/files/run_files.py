@@ -45,15 +45,15 @@ class BenchmarkResult:
 def find_origin(folder: Path) -> Path | None:
     """The base of the checkpoint whose model/ is `folder`, if it is one whose base has weights on this machine."""
     base = read_json_object(folder.parent / "state.json").get("base_model")
-    found = find_local_folder(base) if isinstance(base, str) else None
-    return found if found is not None and any(found.glob("*.safetensors")) else None
+    base_folder = find_local_folder(base) if isinstance(base, str) else None
+    return base_folder if base_folder is not None and any(base_folder.glob("*.safetensors")) else None
 
 
 def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:
     """The results in a run's folder; those that cannot be read are skipped, and the page or card lacks them."""
     entries = read_json_object(run / BENCHMARKS).get("results") if run is not None else None
-    found = map(_read_entry, entries) if isinstance(entries, list) else ()
-    return [result for result in found if result is not None]
+    results = map(_read_entry, entries) if isinstance(entries, list) else ()
+    return [result for result in results if result is not None]
 
 
 def write_benchmarks(path: Path, results: Iterable[BenchmarkResult]) -> None:
@@ -107,14 +107,14 @@ def _describe_metric(result: BenchmarkResult) -> str:
 
 
 def _describe_setting(result: BenchmarkResult) -> str:
-    parts = [
-        f"{result.samples:,}" + (" of them, limited" if result.is_limited else "")
-        if result.samples is not None
-        else "",
-        f"{result.num_fewshot}-shot" if result.num_fewshot is not None else "",
-        "chat template" if result.chat_template else "",
-    ]
-    return ", ".join(part for part in parts if part)
+    parts = []
+    if result.samples is not None:
+        parts.append(f"{result.samples:,}" + (" of them, limited" if result.is_limited else ""))
+    if result.num_fewshot is not None:
+        parts.append(f"{result.num_fewshot}-shot")
+    if result.chat_template:
+        parts.append("chat template")
+    return ", ".join(parts)
 
 
 def _read_entry(entry: Any) -> BenchmarkResult | None:
@@ -199,10 +199,10 @@ def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
 
 def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None) -> list[tuple[int, float]]:
     """(step, loss) of the training lines among `lines` of metrics.jsonl, up to `last_step`."""
-    found = [(line.get("step"), line.get("loss")) for line in lines if line is not None]
+    points = [(line.get("step"), line.get("loss")) for line in lines if line is not None]
     return [
         (step, float(loss))
-        for step, loss in found
+        for step, loss in points
         if isinstance(step, int) and isinstance(loss, int | float) and (last_step is None or step <= last_step)
     ]
 

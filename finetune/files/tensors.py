@@ -126,12 +126,12 @@ def hash_weights(folder: Path) -> str:
 
 def read_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     """The tensors in these safetensors files, by name; only headers are read. Parts in several files are joined."""
-    found: dict[str, list[tuple[StoredPart, torch.dtype]]] = {}
+    parts_by_name: dict[str, list[tuple[StoredPart, torch.dtype]]] = {}
     for path in paths:
         for entry in read_header(path):
             part = StoredPart(path, entry.begin, entry.offsets, entry.shape)
-            found.setdefault(entry.name, []).append((part, entry.dtype))
-    return {name: join_parts(name, parts) for name, parts in sorted(found.items())}
+            parts_by_name.setdefault(entry.name, []).append((part, entry.dtype))
+    return {name: join_parts(name, parts) for name, parts in sorted(parts_by_name.items())}
 
 
 def read(tensor: StoredTensor) -> torch.Tensor:
@@ -231,15 +231,15 @@ def _read_indexed(index: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def join_parts(name: str, found: list[tuple[StoredPart, torch.dtype]]) -> StoredTensor:
+def join_parts(name: str, pieces: list[tuple[StoredPart, torch.dtype]]) -> StoredTensor:
     """One tensor of its parts, which must agree in dtype and cover it exactly once."""
-    (first, dtype), *others = found
+    (first, dtype), *others = pieces
     for part, other in others:
         if other != dtype or len(part.shape) != len(first.shape):
             raise UserError(
                 f"{name}: {first.path} and {part.path} hold parts that differ in dtype or number of dimensions"
             )
-    filled = [part for part, _ in found if math.prod(part.shape)]  # a rank without rows may write an empty part
+    filled = [part for part, _ in pieces if math.prod(part.shape)]  # a rank without rows may write an empty part
     parts = sorted(filled or [first], key=lambda part: part.offsets)
     shape = tuple(max(stops) for stops in zip(*([stop for _, stop in part.box] for part in parts), strict=True))
     _check_disjoint(name, parts)
@@ -281,8 +281,8 @@ def choose_dtype(given: str | None, base: Path | None, *others: torch.dtype | No
     """
     if given is not None:
         return getattr(torch, given)  # type: ignore[no-any-return]
-    found = next((dtype for dtype in (_base_dtype(base), *others) if dtype is not None), torch.float32)
-    return found if str(found).removeprefix("torch.") in ITEMSIZE else torch.bfloat16
+    chosen = next((dtype for dtype in (_base_dtype(base), *others) if dtype is not None), torch.float32)
+    return chosen if str(chosen).removeprefix("torch.") in ITEMSIZE else torch.bfloat16
 
 
 def config_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:

@@ -204,7 +204,9 @@ def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
 
 def _find_other(options: argparse.Namespace, reference: ModelReference) -> ModelReference | None:
     named = options.compare_with or (options.compare and options.base_model)
-    return find_model(named) if named else locate_base(reference) if options.compare else None
+    if named:
+        return find_model(named)
+    return locate_base(reference) if options.compare else None
 
 
 def _read_prompts(options: argparse.Namespace) -> list[Conversation]:

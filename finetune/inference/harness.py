@@ -102,7 +102,7 @@ def collect_results(
     trained: Mapping[str, Any], base: Mapping[str, Any] | None, names: tuple[str, str | None], options: BenchmarkOptions
 ) -> list[BenchmarkResult]:
     """A result for every metric of every task and group that lm-eval reports a number for; `names`: of both models."""
-    found = []
+    results = []
     for task, metrics in trained["results"].items():
         config = trained.get("configs", {}).get(task, {})
         samples = trained.get("n-samples", {}).get(task, {})
@@ -112,7 +112,7 @@ def collect_results(
                 continue
             before = base["results"].get(task, {}) if base is not None else {}
             fewshot = trained.get("n-shot", {}).get(task, config.get("num_fewshot"))
-            found.append(
+            results.append(
                 BenchmarkResult(
                     task=task,
                     metric=metric,
@@ -132,7 +132,7 @@ def collect_results(
                     lm_eval=version("lm_eval"),
                 )
             )
-    return found
+    return results
 
 
 def _is_number(value: Any) -> bool:

@@ -161,12 +161,12 @@ def _find_served(url: str) -> str:
 def _request(url: str, body: Mapping[str, Any] | None, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
     """The JSON that `url` answers. Raises `UserError` where it does not."""
     try:
-        found = json.loads(send(url, body, seconds))
+        answer = json.loads(send(url, body, seconds))
     except ValueError as error:
         raise UserError(f"{url}: no answer: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(answer, dict):
         raise UserError(f"{url}: not an answer of the OpenAI protocol")
-    return found
+    return answer
 
 
 EXIT_DIFFERS = 1
@@ -300,5 +300,5 @@ def _find_parting(model: InferenceModel, ours: GreedyAnswer, theirs: str) -> int
     if ours.text.strip() == theirs.strip():
         return None
     decoded = (model.tokenizer.decode(ours.tokens[: number + 1]) for number in range(len(ours.tokens)))
-    found = (number for number, text in enumerate(decoded) if not theirs.lstrip().startswith(text.strip()))
-    return next(found, max(0, len(ours.tokens) - 1))
+    partings = (number for number, text in enumerate(decoded) if not theirs.lstrip().startswith(text.strip()))
+    return next(partings, max(0, len(ours.tokens) - 1))

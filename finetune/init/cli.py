@@ -159,30 +159,30 @@ def init_command(options: argparse.Namespace) -> int:
         keys["chat_template"] = options.chat_template
     fit = fit_recipe(keys | method, packed_rows, hardware, trained)
     recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
-    found = check_sample(recipe, data)
-    template = _offer_template(recipe, data, found) if _is_fatal(found) else None
+    findings = check_sample(recipe, data)
+    template = _offer_template(recipe, data, findings) if _is_fatal(findings) else None
     if template is not None and is_interactive():
-        answer = ask(f"{found[0]}\nchat_template: {template} has no such finding. Write it into the recipe?", "yes")
+        answer = ask(f"{findings[0]}\nchat_template: {template} has no such finding. Write it into the recipe?", "yes")
         if answer.lower() in ("y", "yes"):
             fit = replace(fit, keys=fit.keys | {"chat_template": template})
             recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
-            found = check_sample(recipe, data)
-    for line in _summary(output, fit, hardware, found, template):
+            findings = check_sample(recipe, data)
+    for line in _summary(output, fit, hardware, findings, template):
         print(line)
-    return EXIT_USER_ERROR if _is_fatal(found) else 0
+    return EXIT_USER_ERROR if _is_fatal(findings) else 0
 
 
-def _is_fatal(found: Sequence[str]) -> bool:
-    return any(line.startswith("fatal:") for line in found)
+def _is_fatal(findings: Sequence[str]) -> bool:
+    return any(line.startswith("fatal:") for line in findings)
 
 
 USUAL_TEMPLATES = ("chatml", "llama3.1", "qwen3", "mistral-v3")
 
 
-def _offer_template(recipe: Recipe, data: DataSummary, found: Sequence[str]) -> str | None:
+def _offer_template(recipe: Recipe, data: DataSummary, findings: Sequence[str]) -> str | None:
     """The named chat template under which the rows have no fatal finding, and the fewest others; None where there is
     none, or the findings are not about templates. Those of families that the messages name are tried."""
-    fatal = [line for line in found if line.startswith("fatal:")]
+    fatal = [line for line in findings if line.startswith("fatal:")]
     if not all("template" in line for line in fatal):
         return None
     from finetune.data.tokenizer import TEMPLATES  # imports transformers
@@ -302,14 +302,14 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
     kind = KINDS.get(options.method) or find_kind(first[0], source)
     if kind == "answers":
         source = choose_columns(first[0], source, has_chat_template(model))
-    found = summarize_data(source, first, places, taken, kind, model)
-    rows = counted(found.rows, "row") if found.is_counted else f"more than {counted(found.rows, 'row')}"
-    by = "" if found.is_tokenized else " (a guess from their characters)"
-    print(f"data    {path}: {rows}, read as {found.format}, about {found.mean_tokens:,.0f} tokens each{by}")
+    summary = summarize_data(source, first, places, taken, kind, model)
+    rows = counted(summary.rows, "row") if summary.is_counted else f"more than {counted(summary.rows, 'row')}"
+    by = "" if summary.is_tokenized else " (a guess from their characters)"
+    print(f"data    {path}: {rows}, read as {summary.format}, about {summary.mean_tokens:,.0f} tokens each{by}")
     if unread := list_unread_files(source):
         more = f" and {len(unread) - SHOWN_FILES} more" if len(unread) > SHOWN_FILES else ""
         print(f"        not read: {', '.join(unread[:SHOWN_FILES])}{more}; name a file or a glob as --data to choose")
-    return found
+    return summary
 
 
 def choose_columns(row: Mapping[str, Any], source: DatasetSource, has_template: bool) -> DatasetSource:
@@ -317,7 +317,7 @@ def choose_columns(row: Mapping[str, Any], source: DatasetSource, has_template: 
     named = (source.messages_column, source.prompt_column, source.completion_column, source.text_column)
     if not any(named):
         try:
-            found = parse_row(row, source)
+            recognized = parse_row(row, source)
         except BadRow as error:
             is_unknown = str(error).startswith("unknown format")
             is_null = row.get(str(error).partition(":")[0], error) is None  # another column may hold the text
@@ -328,7 +328,11 @@ def choose_columns(row: Mapping[str, Any], source: DatasetSource, has_template: 
         else:
             if pair := find_common_pair(row, source):  # a recipe says what was recognized
                 source = replace(source, prompt_column=pair[0], completion_column=pair[1])
-            if found.format == "prompt_completion" and isinstance(found.document, Completion) and has_template:
+            if (
+                recognized.format == "prompt_completion"
+                and isinstance(recognized.document, Completion)
+                and has_template
+            ):
                 completion = "completion" if row.get("completion") is not None else "chosen"
                 source = replace(source, prompt_column="prompt", completion_column=completion)
     if source.prompt_column and source.completion_column and source.type is None and has_template:
@@ -409,8 +413,8 @@ def has_chat_template(model: str) -> bool:
 
 def _find_hardware(options: argparse.Namespace) -> Hardware:
     """What the flags say, or the answers; host memory and disk are this machine's where its GPUs are."""
-    found = find_gpus() if options.gpus is None or options.gpu_memory is None else None
-    count = str(found.gpus if found else 0)
+    machine = find_gpus() if options.gpus is None or options.gpu_memory is None else None
+    count = str(machine.gpus if machine else 0)
     gpus = require(options.gpus, "--gpus", "GPUs for the run (0: the CPU)", count, read=_read_count)
     here = f"{psutil.virtual_memory().total // MIB}MiB"
     own = f"{shutil.disk_usage(Path()).free // MIB}MiB"
@@ -419,10 +423,10 @@ def _find_hardware(options: argparse.Namespace) -> Hardware:
     disk = None if options.disk is None else read_disk(options.disk)
     if gpus == 0:
         return Hardware(0, host or here, host or here, disk or own)
-    default = found.memory if found else "80GiB"
+    default = machine.memory if machine else "80GiB"
     asked = "Memory of each GPU"
     memory = require(options.gpu_memory, "--gpu-memory", asked, default, read=partial(_read_memory, "--gpu-memory"))
-    if found is not None and (gpus, memory) == (found.gpus, found.memory):
+    if machine is not None and (gpus, memory) == (machine.gpus, machine.memory):
         host = host or here
         disk = disk or own
     return Hardware(gpus, memory, host, disk)
@@ -472,7 +476,7 @@ def _write(path: Path, text: str) -> Recipe:
     return read_recipe(str(path))  # what was written is a recipe
 
 
-def _summary(output: str, fit: Fit, hardware: Hardware, found: Sequence[str], template: str | None) -> Iterator[str]:
+def _summary(output: str, fit: Fit, hardware: Hardware, findings: Sequence[str], template: str | None) -> Iterator[str]:
     """What was written, what was found, and the commands that come next; none that trains what is fatal."""
     what = {"full": "all parameters", "lora": "adapters (LoRA)", "qlora": "adapters (QLoRA)"}[fit.trained]
     what += f" by {fit.keys['method']}" if "method" in fit.keys else ""
@@ -483,9 +487,9 @@ def _summary(output: str, fit: Fit, hardware: Hardware, found: Sequence[str], te
     yield f"wrote   {output}: trains {what}"
     yield f"        by the plan it {verdict} {compare_need(fit.need, room)}{without}{name_unknown(room)}"
     yield from (f"        {text}   ({cost})" for text, cost in fit.changes)
-    yield from (f"        {line}" for line in found)
+    yield from (f"        {line}" for line in findings)
     yield f"look    {inspect_command(output)}"
-    if not _is_fatal(found):
+    if not _is_fatal(findings):
         yield f"plan    {plan_command(output, hardware)}"
         yield f"train   {launch_command(output, hardware)}"
         return

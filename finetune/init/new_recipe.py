@@ -455,12 +455,10 @@ def _advised(fit: Fit) -> Iterator[str]:
 
 def _line(key: str, value: Any, comment: str = "") -> str:
     """`key: value`, with a comment in the column of all comments."""
-    written = (
-        f"{value:g}".replace("e-0", "e-")
-        if isinstance(value, float)
-        else yaml.safe_dump(
-            value, width=10**6, allow_unicode=True, default_flow_style=True if isinstance(value, list) else None
-        )
-    )
+    if isinstance(value, float):
+        written = f"{value:g}".replace("e-0", "e-")
+    else:
+        flow = True if isinstance(value, list) else None
+        written = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=flow)
     text = f"{key}: {written.removesuffix(chr(10)).removesuffix('...').strip()}"
     return f"{text.ljust(COMMENT_COLUMN - 1)} # {comment}" if comment else text

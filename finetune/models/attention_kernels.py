@@ -179,7 +179,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, options:
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
-    out, found = flex_attention(
+    out, auxiliary = flex_attention(
         query,
         key,
         value,
@@ -192,8 +192,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, options:
     )
     if options.sinks is not None:
         # One more term of the softmax's sum, exp(sink), without a value: the output shrinks accordingly.
-        assert found.lse is not None
-        share = torch.sigmoid(found.lse - options.sinks[:, None])[..., None]
+        assert auxiliary.lse is not None
+        share = torch.sigmoid(auxiliary.lse - options.sinks[:, None])[..., None]
         out = (out * share).to(out.dtype)
     return out.transpose(1, 2)
 
@@ -284,13 +284,17 @@ def repeat_continued(states: Tensor, documents: RowDocuments) -> Tensor:
     """
     assert documents.lengths is not None and documents.continued is not None
     parts = states.split(documents.lengths, 2)  # type: ignore[no-untyped-call]
-    before = ([] if place is None else [parts[place]] for place in documents.continued.places)
-    return torch.cat([each for first, own in zip(before, parts, strict=True) for each in (*first, own)], 2)
+    joined = []
+    for place, own in zip(documents.continued.places, parts, strict=True):
+        if place is not None:
+            joined.append(parts[place])
+        joined.append(own)
+    return torch.cat(joined, 2)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as below
 def cut_documents(documents: RowDocuments, chunk: int) -> RowDocuments:
-    """Those of a packed row, each cut into chunks of so many tokens."""
+    """Cuts each document of a packed row into chunks of `chunk` tokens."""
     assert documents.boundaries is not None
     lengths = documents.lengths or documents.boundaries.diff().tolist()
     pieces = tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
@@ -361,8 +365,8 @@ def _attend_each(
 ) -> Tensor:
     """As `_attend_each_document`, of documents with so many keys, and queries of the last of their tokens."""
     states = [torch.split(each, sizes, 2) for each, sizes in ((query, queries), (key, keys), (value, keys))]
-    of = [None] * len(queries) if images is None else torch.split(images, queries, 1)
-    attended = [_attend_causally(q, k, v, options, own) for q, k, v, own in zip(*states, of, strict=True)]
+    by_document = [None] * len(queries) if images is None else torch.split(images, queries, 1)
+    attended = [_attend_causally(q, k, v, options, own) for q, k, v, own in zip(*states, by_document, strict=True)]
     return torch.cat([each.transpose(1, 2) for each in attended], dim=1)
 
 

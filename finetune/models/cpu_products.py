@@ -126,13 +126,13 @@ def _convert(left: Tensor, right: Tensor) -> Iterator[tuple[Any, Tensor, Tensor]
         for part in _split(len(left), max(rows * inner, inner * columns, rows * columns)):
             yield part, left[part].float(), right[part].float()
     elif rows > columns:
-        whole = right.float()
+        converted = right.float()
         for part in _split(rows, max(inner, columns)):
-            yield part, left[part].float(), whole
+            yield part, left[part].float(), converted
     else:
-        whole = left.float()
+        converted = left.float()
         for part in _split(columns, max(inner, rows)):
-            yield (slice(None), part), whole, right[:, part].float()
+            yield (slice(None), part), converted, right[:, part].float()
 
 
 def _split(count: int, numbers: int) -> Iterator[slice]:

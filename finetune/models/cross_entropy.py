@@ -59,8 +59,8 @@ def linear_cross_entropy(
     ids = labels if trained_positions is None else labels[trained_positions]
 
     def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
-        found = compute_in_chunks(trained, weight, bias, ids, chunks, needs_grad)
-        return found.loss, found.gradients
+        computed = compute_in_chunks(trained, weight, bias, ids, chunks, needs_grad)
+        return computed.loss, computed.gradients
 
     loss: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
     return loss
@@ -108,8 +108,8 @@ class CrossEntropyHead(nn.Linear):
         """Where ranks divide the vocabulary between them, those of all of it."""
         if not isinstance(self.weight, DTensor):
             return super().forward(hidden)
-        whole = DTensor.from_local(hidden, self.weight.device_mesh, [Replicate()], run_check=False)
-        logits: Any = super().forward(whole)
+        replicated = DTensor.from_local(hidden, self.weight.device_mesh, [Replicate()], run_check=False)
+        logits: Any = super().forward(replicated)
         return logits.full_tensor()  # type: ignore[no-any-return]
 
 

@@ -283,8 +283,8 @@ def _read_lengths(
         rank, ranks = (0, 1) if sequence_group is None else (sequence_group.rank(), sequence_group.size())
         tokens = kwargs["position_ids"].shape[1]
         lengths = boundaries.diff().long()
-        whole = lengths.repeat_interleave(lengths, output_size=tokens * ranks)
-        current.of_tokens = whole[None, rank * tokens : (rank + 1) * tokens]
+        by_token = lengths.repeat_interleave(lengths, output_size=tokens * ranks)
+        current.of_tokens = by_token[None, rank * tokens : (rank + 1) * tokens]
         current.on_host = kwargs.get("packed_lengths")
     elif lengths := kwargs.get("document_lengths"):
         current.of_tokens = torch.tensor(lengths, device=kwargs["position_ids"].device)[:, None]
@@ -328,11 +328,11 @@ def _embed_positions(
         return frequencies
 
     usual = getattr(module, f"{prefix}original_inv_freq").to(x.device)
-    found = embed(usual)
+    outputs = embed(usual)
     if kind == "longrope":
         limit = parameters["original_max_position_embeddings"]
         if current.on_host is None or max(current.on_host) > limit:
-            found = _select(lengths > limit, embed(longer(limit + 1)), found)
+            outputs = _select(lengths > limit, embed(longer(limit + 1)), outputs)
     else:
         limit = config.max_position_embeddings
         on_host = set(lengths.flatten().tolist() if current.on_host is None else current.on_host)
@@ -340,9 +340,9 @@ def _embed_positions(
             if length > limit:
                 # A tensor, as transformers has it: a number would round the base of the powers otherwise.
                 frequencies = longer(torch.full((), length, device=x.device))
-                found = _select(lengths == length, embed(frequencies), found)
+                outputs = _select(lengths == length, embed(frequencies), outputs)
     setattr(module, f"{prefix}inv_freq", usual)
-    return found
+    return outputs
 
 
 def _select(is_chosen: Tensor, chosen: Any, others: Any) -> Any:

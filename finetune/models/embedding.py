@@ -67,8 +67,8 @@ def make_noise(embedded: Tensor, documents: NoisyDocuments, alpha: float) -> Ten
         if first < end:
             generator.manual_seed(seed_of(documents.seed, f"noise/{documents.step}/{example_id}"))
             bound = alpha / (length * hidden) ** 0.5
-            whole = torch.empty(length, hidden, device=embedded.device).uniform_(-bound, bound, generator=generator)
-            noise[index if rows > 1 else 0, first:end] = whole[first - start : end - start]
+            row_noise = torch.empty(length, hidden, device=embedded.device).uniform_(-bound, bound, generator=generator)
+            noise[index if rows > 1 else 0, first:end] = row_noise[first - start : end - start]
         start += length
     return noise.to(embedded.dtype)
 

@@ -47,12 +47,13 @@ def torchao_config(keys: QuantizationAware) -> Any:
 def find_quantizable(model: Any) -> dict[str, nn.Linear]:
     """The linear layers of the language model that are quantized, by name: all but the output head and adapters."""
     head = model.get_output_embeddings()
-    return {
-        name: module
-        for name, module in text_modules(model)
-        if isinstance(module, nn.Linear) and type(module) in (nn.Linear, FakeQuantizedLinear)
-        if module is not head and not is_adapter(f"{name}.weight")
-    }
+    quantizable = {}
+    for name, module in text_modules(model):
+        if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, FakeQuantizedLinear):
+            continue
+        if module is not head and not is_adapter(f"{name}.weight"):
+            quantizable[name] = module
+    return quantizable
 
 
 def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
@@ -197,6 +198,8 @@ class _RoundedProduct(torch.autograd.Function):
             if rounded.requires_grad:
                 of_weight = rows.t() @ rounded_inputs.detach().reshape(-1, inputs.shape[-1])
                 products.append((rounded, of_weight))
-        outputs, theirs = zip(*products, strict=True)
-        found = iter(torch.autograd.grad(outputs, [each for each in leaves if each.requires_grad], theirs))
-        return None, None, None, *(next(found) if each.requires_grad else None for each in leaves)
+        outputs, output_gradients = zip(*products, strict=True)
+        leaf_gradients = iter(
+            torch.autograd.grad(outputs, [each for each in leaves if each.requires_grad], output_gradients)
+        )
+        return None, None, None, *(next(leaf_gradients) if each.requires_grad else None for each in leaves)

@@ -63,9 +63,9 @@ def measure_head_factors(model: Any) -> HeadFactors:
     before = (read[0] / hidden).flatten()
     if not torch.allclose(before, before[:1].expand_as(before), rtol=ROUNDING, atol=0.0):
         return HeadFactors()
-    found = logits.double()
-    if found.shape == scores.shape and bool((found == found[..., :1]).all()):
-        transform = _fit(found[0, :, 0])
+    probed = logits.double()
+    if probed.shape == scores.shape and bool((probed == probed[..., :1]).all()):
+        transform = _fit(probed[0, :, 0])
         if transform is not None:
             return HeadFactors(_plain(float(before[0])), transform)
     raise UserError(
@@ -86,8 +86,8 @@ def _list_trunks(model: Any, head: nn.Module) -> list[nn.Module]:
 
 
 def _run(model: Any, forwards: dict[nn.Module, Any], tokens: int) -> Tensor | None:
-    """The logits of the class's own forward over so many tokens, with other forwards in some of its modules; None where
-    it needs more than these."""
+    """The logits of the class's own forward over `tokens` tokens, with other `forwards` in some of its modules; None
+    where it needs more than these."""
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
     try:
@@ -101,14 +101,14 @@ def _run(model: Any, forwards: dict[nn.Module, Any], tokens: int) -> Tensor | No
     return logits if isinstance(logits, Tensor) else None
 
 
-def _fit(found: Tensor) -> LogitTransform | None:
-    """softcap * tanh(scale * score / softcap), of which `found` are the values at SCORES; None where they are not."""
+def _fit(values: Tensor) -> LogitTransform | None:
+    """softcap * tanh(scale * score / softcap), of which `values` are those at SCORES; None where they are not."""
     scores = torch.tensor(SCORES, dtype=torch.float64)
-    scale = float(found[0] / scores[0])
-    largest = float(found[-1])
+    scale = float(values[0] / scores[0])
+    largest = float(values[-1])
     is_capped = not abs(largest - scale * SCORES[-1]) <= ROUNDING * abs(scale * SCORES[-1])
     expected = largest * torch.tanh(scale * scores / largest) if is_capped else scale * scores
-    if not torch.allclose(found, expected, rtol=ROUNDING, atol=0.0):
+    if not torch.allclose(values, expected, rtol=ROUNDING, atol=0.0):
         return None
     return LogitTransform(_plain(scale), _plain(largest) if is_capped else None)
 

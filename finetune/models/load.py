@@ -412,8 +412,8 @@ class Teacher:
     def _states(self, inputs: Mapping[str, Any]) -> Tensor:
         """What enters the teacher's head at the trained positions."""
         select = lambda _head, hidden, _labels, at: hidden if at is None else hidden[at]  # noqa: E731
-        found: Tensor = self.model(**inputs, head_function=select)
-        return found
+        states: Tensor = self.model(**inputs, head_function=select)
+        return states
 
 
 def _quantize(

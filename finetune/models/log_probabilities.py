@@ -73,8 +73,8 @@ def linear_log_probabilities(
     """
     tensors = (hidden, weight, bias, labels, trained_positions)
     needs_grad = find_needed_gradients(hidden, weight, bias)
-    found: Tensor = _LinearLogProbabilities.apply(*tensors, chunks, needs_grad)  # type: ignore[no-untyped-call]
-    return found
+    log_probabilities: Tensor = _LinearLogProbabilities.apply(*tensors, chunks, needs_grad)  # type: ignore[no-untyped-call]
+    return log_probabilities
 
 
 class _LinearLogProbabilities(torch.autograd.Function):
@@ -93,13 +93,13 @@ class _LinearLogProbabilities(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             trained = hidden[positions].to(dtype)
             ids = labels[positions]
-            found = compute_in_chunks(trained, weight.to(dtype), bias, ids, chunks, (needs_grad[0], False, False))
+            computed = compute_in_chunks(trained, weight.to(dtype), bias, ids, chunks, (needs_grad[0], False, False))
         recomputes = any(needs_grad[1:])
         # Parameters are saved by autograd itself, so that FSDP has gathered them again when the backward reads them.
         ctx.save_for_backward(*(weight, bias, trained) if recomputes else (None, None, None), ids, positions)
-        ctx.grad_hidden = found.gradients[0]
+        ctx.grad_hidden = computed.gradients[0]
         ctx.options = (dtype, hidden.shape, hidden.dtype, chunks, needs_grad)
-        return found.log_probabilities
+        return computed.log_probabilities
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -115,8 +115,8 @@ class _LinearLogProbabilities(torch.autograd.Function):
         if trained is not None:
             with torch.autocast(upstream.device.type, enabled=False):
                 needed = (False, *needs_grad[1:])
-                found = compute_in_chunks(trained, weight.to(dtype), bias, ids, chunks, needed, -upstream)
-            _, grad_weight, grad_bias = found.gradients
+                computed = compute_in_chunks(trained, weight.to(dtype), bias, ids, chunks, needed, -upstream)
+            _, grad_weight, grad_bias = computed.gradients
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
             grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
@@ -178,13 +178,13 @@ class TopScores:
 def find_top(scores: TeacherScores, rows: int, k: int, temperature: float) -> tuple[Tensor, Tensor]:
     """`ids` and `scores` of `TopScores`, chunk by chunk."""
     size = divergence_chunk_tokens(scores.rows, scores.hidden.device.type)
-    found = []
+    chunks = []
     for start in range(0, max(1, len(scores.hidden)), size):
         each = scores.log_probabilities(slice(start, start + size), rows, temperature)
         top, ids = each.topk(min(k, rows), 1)
         others = each.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-        found.append((ids, torch.cat((top, others), 1).float()))
-    return torch.cat([ids for ids, _ in found]), torch.cat([values for _, values in found])
+        chunks.append((ids, torch.cat((top, others), 1).float()))
+    return torch.cat([ids for ids, _ in chunks]), torch.cat([values for _, values in chunks])
 
 
 def head_divergence(teacher: TeacherScores | TopScores, options: DivergenceOptions) -> HeadFunction:
@@ -230,8 +230,10 @@ def linear_divergence(
         def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
             of_teacher = partial(teacher.beside, chunk=chunk, temperature=options.temperature)
             transformed, capped = chunks.logits.forward(scores)
-            found, grad = _compute_chunk(transformed, of_teacher, rows, ids[chunk], options, chunks, any(needs_grad))
-            sums.add_(found)
+            chunk_sums, grad = _compute_chunk(
+                transformed, of_teacher, rows, ids[chunk], options, chunks, any(needs_grad)
+            )
+            sums.add_(chunk_sums)
             return None if grad is None else chunks.logits.backward(grad, capped)
 
         return sums, backward_in_chunks(trained, weight, bias, compute_chunk, tokens, needs_grad)
@@ -264,8 +266,8 @@ def _compute_chunk(
     if chunks.weigh is not None:
         of_logits = chunks.weigh.of_logits(logits)
         by_token = chunks.weigh.of_probabilities(-cross_entropy) if of_logits is None else of_logits
-    found = torch.stack([divergence, cross_entropy * by_token])
-    divergence_sum, cross_entropy_sum = torch.where(trained, found, 0.0).sum(1)
+    by_token_sums = torch.stack([divergence, cross_entropy * by_token])
+    divergence_sum, cross_entropy_sum = torch.where(trained, by_token_sums, 0.0).sum(1)
     loss = alpha * divergence_sum + (1 - alpha) * cross_entropy_sum
     sums = torch.stack([loss, divergence_sum, cross_entropy_sum])
     if grad_divergence is None:

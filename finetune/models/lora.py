@@ -63,28 +63,23 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
     known = {shorten(name) for name in layers}.difference(left_out)
     refuse_unknown_layers(lora, layers, type(model).__name__, has_experts=bool(expert_modules(model)))
-    experts = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if is_experts(module) and parameter.dim() == 3
-    ]
-    refuse_other_parameters(lora.lora_target_parameters, experts, [name for name, _ in model.named_parameters()])
+    names = [name for name, _ in model.named_parameters()]
+    refuse_other_parameters(lora.lora_target_parameters, _list_expert_parameters(model), names)
     parameters = find_adapted_parameters(model, lora.lora_target_parameters)
     model.to(base_dtype)
     model.requires_grad_(False)
-    whole = _find_saved_whole(model, lora)
-    refuse_adapted_head(head, whole.get(model.get_parameter(f"{head}.weight"), [f"{head}.weight"]), lora)
+    saved_whole = _find_saved_whole(model, lora)
+    refuse_adapted_head(head, saved_whole.get(model.get_parameter(f"{head}.weight"), [f"{head}.weight"]), lora)
     with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        config = peft_config(lora, known, head, whole)
+        config = peft_config(lora, known, head, saved_whole)
         inject_adapters(model, within_language_model(model, config))
     for name, parameter in model.named_parameters():
-        if parameter in whole:
+        if parameter in saved_whole:
             parameter.requires_grad_(True)
-        if is_adapter(name) or parameter in whole:
+        if is_adapter(name) or parameter in saved_whole:
             parameter.data = parameter.data.to(torch.float32)
-        is_trained = is_adapter(name) or parameter in whole
+        is_trained = is_adapter(name) or parameter in saved_whole
         assert parameter.requires_grad == is_trained, f"{name}: requires_grad is {parameter.requires_grad}"
     places = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)}
     assert places, "the adapter is empty"
@@ -93,7 +88,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     configs: Any = model.peft_config
     configs["default"] = config
     # Only for the adapter's own config: given to peft before, it would wrap these modules and rename their parameters.
-    saved = {name.rpartition(".")[0] for names in whole.values() for name in names}
+    saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
 
 
@@ -117,22 +112,29 @@ class AdaptedParameter:
     is_transposed: bool  # [experts, in, out]
 
 
+def _list_expert_parameters(model: nn.Module) -> list[str]:
+    """The names of the parameters that hold the matrices of a layer's experts, [experts, out, in]."""
+    names = []
+    for path, module in model.named_modules():
+        if is_experts(module):
+            parameters = module.named_parameters(recurse=False)
+            names += [f"{path}.{name}" for name, parameter in parameters if parameter.dim() == 3]
+    return names
+
+
 def find_adapted_parameters(model: nn.Module, targets: Collection[str]) -> dict[str, AdaptedParameter]:
     """The prefix of an adapter's names -> the parameter of `model`, which has no adapters yet, that it adapts.
 
     The rule is peft's (`BaseTuner._inject_parameters`): a target names parameters by the end of their names.
     """
-    found = {}
+    adapted = {}
     for path, module in model.named_modules():
-        matched = [
-            (f"{path}.{name}", parameter)
-            for name, parameter in module.named_parameters(recurse=False)
-            if is_parameter_named(f"{path}.{name}", targets)
-        ]
+        named = [(f"{path}.{name}", parameter) for name, parameter in module.named_parameters(recurse=False)]
+        matched = [(name, parameter) for name, parameter in named if is_parameter_named(name, targets)]
         is_transposed = bool(getattr(module, "is_transposed", False))
         for depth, (name, parameter) in enumerate(reversed(matched)):
-            found[path + ".base_layer" * depth] = AdaptedParameter(name, tuple(parameter.shape), is_transposed)
-    return found
+            adapted[path + ".base_layer" * depth] = AdaptedParameter(name, tuple(parameter.shape), is_transposed)
+    return adapted
 
 
 def inject_adapters(model: nn.Module, config: Any) -> None:
@@ -221,11 +223,13 @@ def within_language_model(model: Any, config: Any) -> Any:
     return config
 
 
-def peft_config(lora: Lora, linear_layers: set[str], head: str, whole: Mapping[nn.Parameter, Sequence[str]]) -> Any:
+def peft_config(
+    lora: Lora, linear_layers: set[str], head: str, saved_whole: Mapping[nn.Parameter, Sequence[str]]
+) -> Any:
     """The recipe's adapter in peft's terms. `all-linear` is `linear_layers` but `head` and what is trained whole."""
     from peft import LoraConfig
 
-    saved = sorted({name.rpartition(".")[0] for names in whole.values() for name in names})
+    saved = sorted({name.rpartition(".")[0] for names in saved_whole.values() for name in names})
     is_all = lora.lora_target_modules == "all-linear"
     targets = linear_layers - {head.rpartition(".")[2]} if is_all else set(lora.lora_target_modules)
     return LoraConfig(
@@ -285,8 +289,8 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     stored = {peft_name(name): tensor for name, tensor in read_folder(folder).items()}
     trained = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
     names = {peft_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in trained}
-    found = {trained[names[name]][0]: tensor for name, tensor in stored.items() if name in names}
-    missing = sorted(name for name, _ in trained.values() if is_adapter(name) and name not in found)
+    tensors = {trained[names[name]][0]: tensor for name, tensor in stored.items() if name in names}
+    missing = sorted(name for name, _ in trained.values() if is_adapter(name) and name not in tensors)
     extra = sorted(stored.keys() - names.keys())
     where = f"adapter_name_or_path: {folder}"
     if missing or extra:
@@ -297,12 +301,13 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
             "trained on, and leave the LoRA keys to the adapter"
         )
     for name, parameter in trained.values():
-        if name in found and found[name].shape != tuple(parameter.shape):
+        if name in tensors and tensors[name].shape != tuple(parameter.shape):
+            shape = list(tensors[name].shape)
             raise UserError(
-                f"{where}: {peft_name(name)} has the shape {list(found[name].shape)}, but {type(model).__name__} needs "
+                f"{where}: {peft_name(name)} has the shape {shape}, but {type(model).__name__} needs "
                 f"{list(parameter.shape)}; name the base model it was trained on, with the same added_tokens"
             )
-    return lambda name, slices: read_slice(found[name], slices) if name in found else start(name, slices)
+    return lambda name, slices: read_slice(tensors[name], slices) if name in tensors else start(name, slices)
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -482,10 +487,9 @@ class _LoraLinears(torch.autograd.Function):
         of_tensors: list[Tensor | None] = [None] * len(tensors)
         with torch.autocast(inputs.device.type, enabled=False):
             of_outputs = [gradient.to(dtype) for gradient in gradients]
-            of_inner = [
-                of_output @ _scale_b(layer[1], form)
-                for of_output, form, layer in zip(of_outputs, forms, layers, strict=True)
-            ]
+            of_inner = []
+            for of_output, form, layer in zip(of_outputs, forms, layers, strict=True):
+                of_inner.append(of_output @ _scale_b(layer[1], form))
             of_all_inner = of_inner[0] if len(of_inner) == 1 else torch.cat(of_inner, 1)
             if any(ctx.needs_input_grad[2::LAYER_TENSORS]):
                 rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
@@ -495,12 +499,11 @@ class _LoraLinears(torch.autograd.Function):
                     each.to(layer[0].dtype) for each, layer in zip(of_a, layers, strict=True)
                 ]
             if any(ctx.needs_input_grad[3::LAYER_TENSORS]):
-                of_tensors[1::LAYER_TENSORS] = [
-                    (of_output.t() @ own).to(layer[1].dtype) * form.scale
-                    for of_output, own, form, layer in zip(
-                        of_outputs, _own_inner(inner, layers), forms, layers, strict=True
-                    )
-                ]
+                of_b = []
+                inners = _own_inner(inner, layers)
+                for of_output, own, form, layer in zip(of_outputs, inners, forms, layers, strict=True):
+                    of_b.append((of_output.t() @ own).to(layer[1].dtype) * form.scale)
+                of_tensors[1::LAYER_TENSORS] = of_b
             of_inputs = None
             if ctx.needs_input_grad[0]:
                 of_rows = None

@@ -134,7 +134,9 @@ def compute_in_chunks(
     function = chunks.function
     chunk_tokens = chunks.tokens or choose_chunk_tokens(weight, shard, hidden.device.type)
     # The bias's gradient is a sum of the scores' over tokens, which is not to be taken of rounded ones.
-    grad_dtype = None if not any(needs_grad) else wide if needs_grad[2] else hidden.dtype
+    grad_dtype = None
+    if any(needs_grad):
+        grad_dtype = wide if needs_grad[2] else hidden.dtype
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     log_probabilities = torch.empty(len(hidden), dtype=wide, device=hidden.device)
 
@@ -146,16 +148,16 @@ def compute_in_chunks(
         by_token = None if chunks.weigh is None else chunks.weigh.of_logits(chunks.logits.forward(scores)[0])
         # A compiler makes another graph for one token, which the last chunk may have.
         if function is None or shard is not None or len(scores) == 1:
-            found, grad_scores = compute_chunk(*arguments, shard)
+            chunk_log_probabilities, grad_scores = compute_chunk(*arguments, shard)
         else:
-            found, grad_scores = function(*arguments)
-        log_probabilities[chunk] = found
+            chunk_log_probabilities, grad_scores = function(*arguments)
+        log_probabilities[chunk] = chunk_log_probabilities
         if chunks.weigh is not None:
-            by_token = chunks.weigh.of_probabilities(found) if by_token is None else by_token
-            found = found * by_token
+            by_token = chunks.weigh.of_probabilities(chunk_log_probabilities) if by_token is None else by_token
+            chunk_log_probabilities = chunk_log_probabilities * by_token
             if grad_scores is not None:
                 grad_scores *= by_token.unsqueeze(1)
-        loss -= found.sum()
+        loss -= chunk_log_probabilities.sum()
         return grad_scores
 
     gradients = backward_in_chunks(hidden, weight, bias, add_chunk, chunk_tokens, needs_grad)

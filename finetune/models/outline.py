@@ -120,9 +120,9 @@ def build_class(config: Mapping[str, Any], where: str) -> Any:
 
 def list_layers(model: Any) -> list[nn.Module]:
     """The decoder layers of a model: the outermost that transformers does not split, else those of its longest list."""
-    found = decoder_layers(model)
-    inside = {inner for layer in found for inner in layer.modules() if inner is not layer}
-    if outermost := [layer for layer in found if layer not in inside]:
+    layers = decoder_layers(model)
+    inside = {inner for layer in layers for inner in layer.modules() if inner is not layer}
+    if outermost := [layer for layer in layers if layer not in inside]:
         return outermost
     lists = (module for module in trunk_of(model).modules() if isinstance(module, nn.ModuleList))
     return list(max(lists, key=len, default=()))

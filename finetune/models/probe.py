@@ -168,12 +168,12 @@ def _forward_in_parts(model: nn.Module, batch: dict[str, Any], group: ProcessGro
     return ForwardOutput(gather_tokens(hidden, group)[:, :length], loss)
 
 
-def _difference(found: Tensor, truth: Tensor) -> float:
+def _difference(values: Tensor, truth: Tensor) -> float:
     """The largest relative difference of a token's vector."""
-    found = found.float()
+    values = values.float()
     truth = truth.float()
     norms = truth.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return float(((found - truth).norm(dim=-1) / norms).max())
+    return float(((values - truth).norm(dim=-1) / norms).max())
 
 
 def _unrounded(model: nn.Module, world: World) -> AbstractContextManager[None]:

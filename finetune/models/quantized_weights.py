@@ -248,11 +248,9 @@ def split_quantized(
             quantized[weight] = _eight_bit(weight, stored, where)
     beside = {f"{weight}{end}" for weight in quantized for end in PARTS}
     beside |= {f"{weight.removesuffix('.weight')}{end}" for weight in quantized for end in INT8_PARTS}
-    weights = {
-        name: replace(tensor, shape=quantized[name].shape) if name in quantized else tensor
-        for name, tensor in stored.items()
-        if name not in beside
-    }
+    weights = {name: tensor for name, tensor in stored.items() if name not in beside}
+    for name in weights.keys() & quantized.keys():
+        weights[name] = replace(weights[name], shape=quantized[name].shape)
     return weights, quantized
 
 
@@ -268,8 +266,8 @@ def _four_bit(weight: str, state: str, stored: Mapping[str, StoredTensor], where
         known[".nested_quant_map"] = nested_values(torch.device("cpu"))
         sizes[".nested_absmax"] = math.ceil(blocks / NESTED_BLOCK)
     for end, values in known.items():
-        found = read(scales[end]).view(-1).float() if end in scales else values[:0]
-        if found.shape != values.shape or not torch.allclose(found, values, atol=1e-6):
+        packed_scales = read(scales[end]).view(-1).float() if end in scales else values[:0]
+        if packed_scales.shape != values.shape or not torch.allclose(packed_scales, values, atol=1e-6):
             raise _unreadable(where, f"{weight}{end}", "not the values that bitsandbytes uses")
     for end, size in sizes.items():
         if end not in scales or math.prod(scales[end].shape) != size:
@@ -325,8 +323,10 @@ def dequantized_values(
     def dequantized(name: str, slices: Slices) -> Tensor:
         if stored and base_name(name) not in stored:
             return values(name, slices)
-        whole = quantize_whole(stored.get(base_name(name)) or values(name, (slice(None), slice(None))), quantization)
-        return dequantize_tensor(whole, dtype)[slices]
+        quantized = quantize_whole(
+            stored.get(base_name(name)) or values(name, (slice(None), slice(None))), quantization
+        )
+        return dequantize_tensor(quantized, dtype)[slices]
 
     return dequantized
 
@@ -343,21 +343,21 @@ def dequantize_published(stored: Mapping[str, StoredTensor], folder: Path) -> di
 
     Raises `UserError` where scales do not fit their weight.
     """
-    found = dict(stored)
+    tensors = dict(stored)
     sizes = None
     for name, tensor in stored.items():
         scales = stored.get(name + FP8_SCALES)
         blocks = stored.get(f"{name.removesuffix(BLOCKS)}{SCALES}")
         if scales is not None and tensor.dtype in FP8_DTYPES:
             sizes = sizes or _block_sizes(folder)
-            found[name] = _from_fp8(tensor, scales, sizes, str(folder))
-            found.pop(name + FP8_SCALES)
-            found.pop(f"{name.removesuffix('weight')}activation_scale", None)
+            tensors[name] = _from_fp8(tensor, scales, sizes, str(folder))
+            tensors.pop(name + FP8_SCALES)
+            tensors.pop(f"{name.removesuffix('weight')}activation_scale", None)
         elif name.endswith(BLOCKS) and blocks is not None and tensor.dtype == torch.uint8:
-            whole = _from_mxfp4(name.removesuffix(BLOCKS), tensor, blocks, str(folder))
-            found |= {whole.name: whole}
-            del found[name], found[blocks.name]
-    return found
+            dequantized = _from_mxfp4(name.removesuffix(BLOCKS), tensor, blocks, str(folder))
+            tensors |= {dequantized.name: dequantized}
+            del tensors[name], tensors[blocks.name]
+    return tensors
 
 
 def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int], where: str) -> StoredTensor:
@@ -383,15 +383,15 @@ def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int]
         right = -(-along.stop // width)
         blocks = slice(first * height, min(last * height, rows)), slice(left * width, min(right * width, columns))
         numbers = read_slice(weight, (*lead, *blocks))
-        whole = numbers.new_zeros((*numbers.shape[:-2], (last - first) * height, (right - left) * width))
-        whole[..., : numbers.shape[-2], : numbers.shape[-1]] = numbers
+        padded = numbers.new_zeros((*numbers.shape[:-2], (last - first) * height, (right - left) * width))
+        padded[..., : numbers.shape[-2], : numbers.shape[-1]] = numbers
         if grid == (1, 1):
             scale = read_slice(scales, ()).reshape(1, 1)
         else:
             scale = read_slice(scales, (*lead, slice(first, last), slice(left, right)))
         scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
-        found = Fp8Dequantize(None).convert({"weight": whole, "weight_scale_inv": scale})["weight"]
-        values: Tensor = found[0] if isinstance(found, list) else found  # transformers 5.17 returns a list
+        converted = Fp8Dequantize(None).convert({"weight": padded, "weight_scale_inv": scale})["weight"]
+        values: Tensor = converted[0] if isinstance(converted, list) else converted  # transformers 5.17 returns a list
         top = across.start - blocks[0].start
         start = along.start - blocks[1].start
         return values[..., top : top + across.stop - across.start, start : start + along.stop - along.start]
@@ -429,9 +429,9 @@ def _computed(name: str, shape: tuple[int, ...], source: StoredTensor, read_valu
 def _block_sizes(folder: Path) -> tuple[int, int]:
     """The rows and columns of an FP8 block, by config.json; (1, 1) where it does not say."""
     settings = load_json(folder / CONFIG_FILE).get("quantization_config") if (folder / CONFIG_FILE).exists() else None
-    found = settings.get("weight_block_size") if isinstance(settings, dict) else None
-    is_pair = isinstance(found, list) and len(found) == 2 and all(type(size) is int and size > 0 for size in found)
-    return (found[0], found[1]) if is_pair and found is not None else (1, 1)
+    sizes = settings.get("weight_block_size") if isinstance(settings, dict) else None
+    is_pair = isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
+    return (sizes[0], sizes[1]) if is_pair and sizes is not None else (1, 1)
 
 
 def _misfit(where: str, scales: StoredTensor, weight: StoredTensor) -> UserError:

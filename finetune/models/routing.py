@@ -163,18 +163,18 @@ class Routing:
         shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
         largest = [round(float(share), 4) for share in shares.max(1).values]
         idle = [round(float(share), 4) for share in (counts == 0).float().mean(1)]
-        found: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "largest_expert_share": max(largest),
             "idle_expert_share": max(idle),
             "largest_expert_share_by_layer": largest,
             "idle_expert_share_by_layer": idle,
         }
         if self._auxiliary is not None:
-            found["router_aux_loss"] = world.sum(self._auxiliary).item() / max(1, self._steps)
+            metrics["router_aux_loss"] = world.sum(self._auxiliary).item() / max(1, self._steps)
         self._counts = None
         self._auxiliary = None
         self._steps = 0
-        return found
+        return metrics
 
 
 def _routers(model: Any) -> list[tuple[nn.Module, int]]:

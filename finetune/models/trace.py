@@ -54,13 +54,13 @@ class Growth:
         return self.linear + self.square * length
 
     @classmethod
-    def fit(cls, unit: int, found: Sequence[float]) -> "Growth":
-        """The polynomial through what was found at the first two or all three LENGTHS times `unit`, less its constant.
+    def fit(cls, unit: int, measured: Sequence[float]) -> "Growth":
+        """The polynomial, less its constant, through what was `measured` at two or all three LENGTHS times `unit`.
 
         >>> Growth.fit(2, [10 + 2 * n + 3 * n * n for n in (4, 6, 8)]), Growth.fit(2, [18, 22])
         (Growth(linear=2.0, square=3.0), Growth(linear=2.0, square=0.0))
         """
-        first, second, *others = found
+        first, second, *others = measured
         square = sum(third - 2 * second + first for third in others) / (2 * unit * unit)
         return cls((second - first) / unit - (LENGTHS[0] + LENGTHS[1]) * unit * square, square)
 
@@ -172,13 +172,12 @@ def _trace(config: Mapping[str, Any], how: Forward, skips: bool) -> Trace:
 def _describe(layer: nn.Module) -> Any:
     """What a layer is made of: equal ones hold the same."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-    settings = frozenset(
-        (path, type(module).__name__, name, value)
-        for path, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, bool | int | str | float) and name not in PLACES
-    )
-    return shapes, settings
+    settings = set()
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, bool | int | str | float) and name not in PLACES:
+                settings.add((path, type(module).__name__, name, value))
+    return shapes, frozenset(settings)
 
 
 def _prepare(model: Any, how: Forward) -> None:

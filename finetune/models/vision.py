@@ -63,8 +63,8 @@ def forward_images(model: Any, images: Mapping[str, Tensor], counts: Sequence[in
         kwargs["attention_mask"] = NO_MASK
     with _arguments_of(trunk, held):
         outputs = base(**kwargs, mm_encoder_outputs={"image": features})
-    found: Tensor = outputs.last_hidden_state
-    return found
+    states: Tensor = outputs.last_hidden_state
+    return states
 
 
 def record_outputs(model: nn.Module) -> None:
@@ -105,7 +105,7 @@ def _find_positions(
     counts them for this document alone."""
     grids = images["image_grid_thw"]
     used = 0
-    found = []
+    positions = []
     documents = zip(
         torch.split(ids.flatten(), list(lengths)), torch.split(is_image.flatten(), list(lengths)), strict=True
     )
@@ -113,8 +113,8 @@ def _find_positions(
         count = counts[index] if index < len(counts) else 0  # the last document may be padding
         if count:
             keys = {"mm_token_type_ids": of_image[None].int(), "image_grid_thw": grids[used : used + count]}
-            found.append(base.get_rope_index(tokens[None], **keys)[0][:, 0])
+            positions.append(base.get_rope_index(tokens[None], **keys)[0][:, 0])
         else:
-            found.append(torch.arange(len(tokens), device=ids.device).expand(3, -1))
+            positions.append(torch.arange(len(tokens), device=ids.device).expand(3, -1))
         used += count
-    return torch.cat([text[None], torch.cat(found, 1).view(3, *ids.shape)])
+    return torch.cat([text[None], torch.cat(positions, 1).view(3, *ids.shape)])

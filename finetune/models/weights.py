@@ -147,30 +147,30 @@ def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> 
     converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict()
     prefix = model.base_model_prefix
-    found: dict[str, Box] = {}
+    boxes: dict[str, Box] = {}
     collected: dict[str, Any] = {}
     for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         box = Box.whole(name, shapes[name])
-        if target not in state or target in found:
-            found[name] = box
+        if target not in state or target in boxes:
+            boxes[name] = box
         elif pattern is None:
-            found[target] = box
+            boxes[target] = box
         else:
             converter = collected.setdefault(target, deepcopy(converter_of[pattern]))
             converter.add_tensor(target, name, pattern, box)
     for target, converter in collected.items():
         try:
-            found |= converter.convert(target, model=model, config=model.config)
+            boxes |= converter.convert(target, model=model, config=model.config)
         except UnsupportedConversion as error:
             raise _unsupported(model, where, str(error)) from None
         except ValueError as error:
             raise UserError(
                 f"{where}: the tensors of {target} do not fit together ({error}); copy the files again"
             ) from None
-    return found
+    return boxes
 
 
 def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
@@ -200,20 +200,20 @@ def _as_stored(name: str, box: Box, stored: Mapping[str, StoredTensor]) -> Store
     dtypes = {stored[part.name].dtype for part in box.parts}
     if len(dtypes) > 1:
         raise UserError(f"{name}: its tensors in the files differ in dtype ({', '.join(sorted(map(str, dtypes)))})")
-    parts = [found for part in box.parts for found in _stored_parts(part, stored[part.name])]
+    parts = [stored_part for part in box.parts for stored_part in _stored_parts(part, stored[part.name])]
     return StoredTensor(name, box.shape, dtypes.pop(), tuple(parts))
 
 
 def _stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
     """Where the elements of `part` lie on disk."""
     wanted = [(cut.start, cut.stop) for cut in _source_slices(part)]
-    found: list[StoredPart] = []
+    parts: list[StoredPart] = []
     for held in tensor.parts:
         cuts = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held.box, strict=True)]
         if any(start >= stop for start, stop in cuts):
             continue
         if isinstance(held, ComputedPart):  # a whole tensor, read by any slices
-            found.append(replace(held, offsets=part.offsets, shape=part.shape, begin=part.begin, axes=part.axes))
+            parts.append(replace(held, offsets=part.offsets, shape=part.shape, begin=part.begin, axes=part.axes))
             continue
         if cuts[1:] != list(held.box[1:]):
             raise UnsupportedConversion("a cut through the rows of a tensor")
@@ -224,8 +224,8 @@ def _stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
             for at, axis in zip(part.offsets, part.axes, strict=True)
         )
         shape = tuple(1 if axis is None else cuts[axis][1] - cuts[axis][0] for axis in part.axes)
-        found.append(StoredPart(held.path, held.position + skipped, offsets, shape))
-    return found
+        parts.append(StoredPart(held.path, held.position + skipped, offsets, shape))
+    return parts
 
 
 def _source_slices(part: BoxPart) -> Slices:
@@ -253,19 +253,11 @@ def _stack(boxes: Sequence[Box], dim: int = 0) -> Box:
     def add(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
         return (*values[:dim], value, *values[dim:])
 
-    return _cat(
-        [
-            Box(
-                add(box.shape, 1),
-                tuple(
-                    replace(p, offsets=add(p.offsets, 0), shape=add(p.shape, 1), axes=add(p.axes, None))
-                    for p in box.parts
-                ),
-            )
-            for box in boxes
-        ],
-        dim,
-    )
+    def add_dimension(part: BoxPart) -> BoxPart:
+        return replace(part, offsets=add(part.offsets, 0), shape=add(part.shape, 1), axes=add(part.axes, None))
+
+    layers = [Box(add(box.shape, 1), tuple(map(add_dimension, box.parts))) for box in boxes]
+    return _cat(layers, dim)
 
 
 def _split(box: Box, sizes: int | Sequence[int], dim: int = 0) -> tuple[Box, ...]:
@@ -357,16 +349,15 @@ def refuse_mismatch(
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
     untied = {name: tensor for name, tensor in stored.items() if name not in tied}
     problems = find_mismatches(model, untied, {name: tuple(tensor.shape) for name, tensor in needed.items()}, where)
-    problems += [
-        f"{where}: {name} is stored as {str(stored[name].dtype).removeprefix('torch.')}, which is quantized in a way "
-        "that is not supported; name the unquantized model"
-        for name, parameter in needed.items()
-        if name in stored
-        and name not in quantized
-        # int8, and float8 too: numbers that mean nothing without scales
-        and (not stored[name].dtype.is_floating_point or stored[name].dtype.itemsize < 2)
-        and parameter.is_floating_point()
-    ]
+    for name, parameter in needed.items():
+        if name not in stored or name in quantized or not parameter.is_floating_point():
+            continue
+        dtype = stored[name].dtype
+        if not dtype.is_floating_point or dtype.itemsize < 2:  # int8, and float8 too: they mean nothing without scales
+            problems.append(
+                f"{where}: {name} is stored as {str(dtype).removeprefix('torch.')}, which is quantized in a way "
+                "that is not supported; name the unquantized model"
+            )
     if problems:
         raise UserError.of(problems)
 
@@ -387,11 +378,11 @@ def find_mismatches(
         problems.append(
             f"{where}: {_listed(extra)} without a place in {class_name}: the config does not fit the weights"
         )
-    return problems + [
-        f"{where}: {name} has the shape {list(stored[name].shape)}, but the config says {list(shape)}"
-        for name, shape in needed.items()
-        if name in stored and stored[name].shape != shape
-    ]
+    for name, shape in needed.items():
+        if name in stored and stored[name].shape != shape:
+            given = list(stored[name].shape)
+            problems.append(f"{where}: {name} has the shape {given}, but the config says {list(shape)}")
+    return problems
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

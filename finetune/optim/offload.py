@@ -298,12 +298,12 @@ class StateLayout:
 
     def windows(self, file: ScratchFile) -> tuple[StateWindow, ...]:
         """The windows of `file`, each within `capacity`: the largest decoder layer, or parameter outside of one."""
-        found: list[StateWindow] = []
+        windows: list[StateWindow] = []
         entries: list[ParameterState] = []
         begin = offset = 0
         for parameter, group, dtypes, size in self._placed:
             if entries and offset + size - begin > self.capacity:
-                found.append(StateWindow(begin, offset - begin, tuple(entries)))
+                windows.append(StateWindow(begin, offset - begin, tuple(entries)))
                 entries = []
                 begin = offset
             tensors = {}
@@ -314,7 +314,7 @@ class StateLayout:
                 place += align(tensors[role].nbytes)
             entries.append(ParameterState(self._names[parameter], parameter, group, tensors))
             offset += size
-        return (*found, StateWindow(begin, offset - begin, tuple(entries)))
+        return (*windows, StateWindow(begin, offset - begin, tuple(entries)))
 
 
 def _find_layers(model: nn.Module) -> dict[nn.Parameter, str]:

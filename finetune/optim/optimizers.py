@@ -319,13 +319,13 @@ def orthogonalize(matrix: Tensor) -> Tensor:
         matrix: [rows, columns], bf16.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if is_tall else matrix
-    found = found / found.norm().clamp(min=NORM_EPSILON)
+    update = matrix.T if is_tall else matrix
+    update = update / update.norm().clamp(min=NORM_EPSILON)
     a, b, c = COEFFICIENTS
     for _ in range(STEPS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found.T if is_tall else found).contiguous()
+        gram = update @ update.T
+        update = torch.addmm(update, torch.addmm(gram, gram, gram, beta=b, alpha=c), update, beta=a)
+    return (update.T if is_tall else update).contiguous()
 
 
 def seed_rounding(seed: int, step: int, shard_rank: int, parameter: int | None = None) -> None:
@@ -429,12 +429,13 @@ def make_parameter_groups(model: nn.Module, weight_decay: float, momentum: float
             decays = dims[parameter] > 1 and NOT_DECAYED.search(name) is None
             is_muons = momentum is not None and decays and is_layers_matrix(name, parameter.shape)
             kinds[decays, is_muons].append(parameter)
-    return [
-        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-        | ({} if momentum is None else {"momentum": momentum if is_muons else 0.0})
-        for (decays, is_muons), of_kind in kinds.items()
-        for parameters in group_by_mesh(of_kind)
-    ]
+    groups = []
+    for (decays, is_muons), of_kind in kinds.items():
+        options = {"weight_decay": weight_decay if decays else 0.0}
+        if momentum is not None:
+            options["momentum"] = momentum if is_muons else 0.0
+        groups += [{"params": parameters, **options} for parameters in group_by_mesh(of_kind)]
+    return groups
 
 
 def _count_dims(model: nn.Module) -> dict[nn.Parameter, int]:

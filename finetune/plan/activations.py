@@ -242,49 +242,71 @@ def _count_readers(mixture: Mixture | None) -> int:
     """Layers that read the MLP's input: gate and up; in a mixture also the router and the shared expert's."""
     if mixture is None:
         return 2
-    return 1 + (0 if not mixture.shared else 2 if mixture.keys.shared is None else 3)
+    if not mixture.shared:
+        return 1
+    return 3 if mixture.keys.shared is None else 4
 
 
 def _attention(a: Architecture, run: Computation) -> int:
-    query = a.query_width
-    key_value = a.key_value_width
-    size = run.itemsize
-    # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not what the projections
-    # made.
-    divided = key_value // a.key_value_heads * math.lcm(a.key_value_heads, run.sequence_ranks)
-    inside = max(size, FP32) if run.cpu else size  # of the scores: on a CPU the kernel works in fp32
-    is_grouped = run.grouped_attention or attends_in_blocks(a, run)
-    keys_and_values = 2 * (divided if is_grouped and not materializes_scores(a, run) else query)
-    output = query
-    if a.latent is not None:  # a key for each head, and narrower values, which the GPU's kernel takes padded
-        value = a.heads * a.latent.value
-        keys_and_values = query + (value if run.cpu else query)
-        output = value if run.cpu else query
-    if not divides_heads(a.heads, run.sequence_ranks):  # those of the whole row
-        heads = 1 if a.latent is not None else math.lcm(a.key_value_heads, run.sequence_ranks) // a.key_value_heads
-        keys_and_values = keys_and_values // heads * run.sequence_ranks
-    total = inside * (query + keys_and_values + output) + FP32 * a.heads
-    # torch's kernel for a CPU wants one head size.
-    is_written_out = materializes_scores(a, run) or (run.cpu and output != query)
+    """Bytes a token that attention saves between its projections."""
+    total = _attention_kernel(a, run)
     # The documents' outputs, concatenated, or the heads' of other ranks: the input of the output projection.
     if (attends_by_document(run) or run.sequence_ranks > 1) and not run.drops_inputs:
-        total += size * (a.heads * a.latent.value if a.latent is not None else query)
-    if a.family.sinks and attends_in_blocks(a, run):  # their part of the sum, and the output that is left
-        total += FP32 * a.heads + size * query
+        total += run.itemsize * (a.query_width if a.latent is None else a.heads * a.latent.value)
     if a.latent is not None:
         total += _latents(a, a.latent, run)
     if a.query_key_norm:
-        by_head = a.family.query_key_norm == "head"
-        total += _norm(query, a, run, itemsize=size, heads=a.heads if by_head else 1)
-        total += _norm(key_value, a, run, itemsize=size, heads=a.key_value_heads if by_head else 1)
-    if is_written_out:
-        total -= inside * output + FP32 * a.heads  # of a fused kernel: its output and the log-sum-exp
-        total += a.heads * run.document_length * _score_bytes(a, inside)
-    if run.masks_images:  # which the kernel adds to the scores
-        total += inside * run.document_length
-    if a.family.fused and inside == size:
-        total += size * (query + key_value)  # value is a view of the whole fused output, which no cast frees
+        total += _query_key_norms(a, run)
+    if a.family.fused and _kernel_itemsize(run) == run.itemsize:
+        # Value is a view of the whole fused output, which no cast frees.
+        total += run.itemsize * (a.query_width + a.key_value_width)
     return total
+
+
+def _attention_kernel(a: Architecture, run: Computation) -> int:
+    """Bytes a token that the kernel saves: query, keys, values, output and log-sum-exp; without a kernel the scores."""
+    itemsize = _kernel_itemsize(run)
+    output = a.query_width
+    if a.latent is not None and run.cpu:
+        output = a.heads * a.latent.value
+    total = itemsize * (a.query_width + _keys_and_values_width(a, run))
+    # torch's kernel for a CPU wants one head size.
+    if materializes_scores(a, run) or output != a.query_width:
+        total += a.heads * run.document_length * _score_bytes(a, itemsize)
+    else:
+        total += itemsize * output + FP32 * a.heads
+    if a.family.sinks and attends_in_blocks(a, run):  # their part of the sum, and the output that is left
+        total += FP32 * a.heads + run.itemsize * a.query_width
+    if run.masks_images:  # which the kernel adds to the scores
+        total += itemsize * run.document_length
+    return total
+
+
+def _kernel_itemsize(run: Computation) -> int:
+    """Bytes of a number in attention: on a CPU the kernel works in fp32."""
+    return max(run.itemsize, FP32) if run.cpu else run.itemsize
+
+
+def _keys_and_values_width(a: Architecture, run: Computation) -> int:
+    """Features of a token's keys and values together, as the kernel reads them on one rank."""
+    # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not what the projections
+    # made.
+    heads = math.lcm(a.key_value_heads, run.sequence_ranks)
+    width = 2 * a.query_width
+    if a.latent is not None:  # a key for each head, and narrower values, which the GPU's kernel takes padded
+        heads = a.key_value_heads
+        width = a.query_width + (a.heads * a.latent.value if run.cpu else a.query_width)
+    elif (run.grouped_attention or attends_in_blocks(a, run)) and not materializes_scores(a, run):
+        width = 2 * (a.key_value_width // a.key_value_heads * heads)
+    if divides_heads(a.heads, run.sequence_ranks):
+        return width
+    return width // (heads // a.key_value_heads) * run.sequence_ranks  # those of the whole row
+
+
+def _query_key_norms(a: Architecture, run: Computation) -> int:
+    by_head = a.family.query_key_norm == "head"
+    query = _norm(a.query_width, a, run, itemsize=run.itemsize, heads=a.heads if by_head else 1)
+    return query + _norm(a.key_value_width, a, run, itemsize=run.itemsize, heads=a.key_value_heads if by_head else 1)
 
 
 def _score_bytes(a: Architecture, inside: int) -> int:
@@ -344,7 +366,10 @@ def _adapters(a: Architecture, layer: int, run: Computation) -> int:
     if run.lora is None:
         return 0
     adapted = [linear for linear in a.linears(layer) if is_adapted(linear, run.lora)]
-    dropped = run.itemsize + (run.itemsize if run.cpu else 1) if run.drops_inputs else 0
+    dropped = 0
+    if run.drops_inputs:
+        mask = run.itemsize if run.cpu else 1
+        dropped = run.itemsize + mask
     return sum(_largest_rank(linear.name, a, run.lora) * run.itemsize + linear.shape[1] * dropped for linear in adapted)
 
 

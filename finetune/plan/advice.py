@@ -319,10 +319,10 @@ def advise(spec: RunSpec, room: Room, *, in_recipe: bool = False) -> Advice:
     best = None
     dearest = len(changes)  # the place of the dearest one of the best
     for order in orders:
-        found = _find_enough(need_after, [change for change in order if changes.index(change) < dearest], room)
-        if found is not None:
-            best = found
-            dearest = max(map(changes.index, found))
+        enough = _find_enough(need_after, [change for change in order if changes.index(change) < dearest], room)
+        if enough is not None:
+            best = enough
+            dearest = max(map(changes.index, enough))
     if best is not None:
         return Advice(False, needed, best, need_after(best))
     changed = min((apply_changes(spec, order)[0] for order in orders), key=lambda each: find_peak(each).total)
@@ -351,10 +351,11 @@ def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
     keep out, each and every two that go together."""
     left_out = apply_changes(spec, changes)[1]
     pairs = [pair for pair in combinations(left_out, 2) if not apply_changes(spec, pair)[1]]
-    return [
-        [*first, *(change for change in changes if change not in first)]
-        for first in ((), *((change,) for change in left_out), *pairs)
-    ]
+    orders = []
+    for first in ((), *((change,) for change in left_out), *pairs):
+        after = [change for change in changes if change not in first]
+        orders.append([*first, *after])
+    return orders
 
 
 def _find_enough(need_after: NeedAfter, changes: Sequence[Change], room: Room) -> tuple[Change, ...] | None:

@@ -315,14 +315,14 @@ class Architecture:
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         """Every parameter of decoder layer `index`, in the order of the modules."""
         layer = f"{self.prefix}.layers.{index}"
-        found = [TensorShape(f"{layer}.self_attn.sinks", (self.heads,))] if self.family.sinks else []
+        attention = [TensorShape(f"{layer}.self_attn.sinks", (self.heads,))] if self.family.sinks else []
         mlp: list[TensorShape] = []
         for linear in self.linears(index):
-            (mlp if ".mlp." in linear.name else found).extend(self._with_bias(linear))
+            (mlp if ".mlp." in linear.name else attention).extend(self._with_bias(linear))
         if self.mixture is not None and self.has_experts(index):
             mlp += [*self.mixture.router(f"{layer}.mlp", self.hidden), *self.routed(index)]
         norms = [TensorShape(f"{layer}.{norm}.weight", (self.hidden,)) for norm in self.family.norms]
-        return (*found, *self._query_key_norms(f"{layer}.self_attn"), *mlp, *norms)
+        return (*attention, *self._query_key_norms(f"{layer}.self_attn"), *mlp, *norms)
 
     def tensors(self) -> Iterator[TensorShape]:
         """Every parameter once; a tied head is the embedding."""
@@ -339,9 +339,12 @@ class Architecture:
             self.latent is not None and linear.name.endswith(".q_proj.weight")
         ):
             return
-        is_output = linear.name.endswith("o_proj.weight")
-        is_mlp = ".mlp." in linear.name
-        if self.output_bias if is_output else self.mlp_bias if is_mlp else self.query_key_value_bias:
+        has_bias = self.query_key_value_bias
+        if linear.name.endswith("o_proj.weight"):
+            has_bias = self.output_bias
+        elif ".mlp." in linear.name:
+            has_bias = self.mlp_bias
+        if has_bias:
             yield TensorShape(linear.name.removesuffix("weight") + "bias", (linear.shape[0],))
 
     def _query_key_norms(self, attention: str) -> Iterator[TensorShape]:
@@ -466,24 +469,24 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     >>> read_architecture(config, "stories260k/config.json").parameters
     260032
     """
-    whole = config.get(WHOLE)
-    for part in (config, whole or {}, (whole or {}).get("vision_config") or {}):
+    with_towers = config.get(WHOLE)
+    for part in (config, with_towers or {}, (with_towers or {}).get("vision_config") or {}):
         refuse_wrong_values(part, where)
     if not _is_in_table(config):
         from finetune.plan.built import read_built_architecture  # which imports torch
 
         own = {key: value for key, value in config.items() if key != WHOLE}
-        return read_built_architecture(own if whole is None else whole, where)
+        return read_built_architecture(own if with_towers is None else with_towers, where)
     sizes = _read_sizes(config, where)
     facts = _read_known_facts(sizes, where)
     family = find_family(str(config["model_type"]))
     prefix = "model"
     tied = bool(config.get("tie_word_embeddings", family.tied))
     beside: tuple[tuple[TensorShape, ...], ...] = ()
-    if whole is not None:
+    if with_towers is not None:
         from finetune.plan.built import read_parts
 
-        prefix, beside, tied = read_parts(whole, where)
+        prefix, beside, tied = read_parts(with_towers, where)
     heads = sizes["num_attention_heads"]
 
     def flag(fact: bool | str) -> bool:

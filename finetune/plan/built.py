@@ -145,10 +145,10 @@ def _untie(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "tie_word_embeddings": False}
 
 
-def read_parts(whole: Mapping[str, Any], where: str) -> tuple[str, tuple[tuple[TensorShape, ...], ...], bool]:
+def read_parts(config: Mapping[str, Any], where: str) -> tuple[str, tuple[tuple[TensorShape, ...], ...], bool]:
     """Of a vision-language model's config.json: the name of its language model, the tensors of each part beside it, and
     whether the output head is the embedding. Raises `UserError` as `read_outline` does."""
-    outline = read_outline(json.dumps(_untie(whole), sort_keys=True, default=str), where)
+    outline = read_outline(json.dumps(_untie(config), sort_keys=True, default=str), where)
     return outline.prefix, tuple(map(list_tensors, outline.beside)), outline.head is None
 
 

@@ -166,18 +166,20 @@ def _judge_pipeline(spec: RunSpec, speed: Speed, links: Links | None) -> Iterato
     if staged.accumulation < nodes or any(not problem.is_note for problem in staged.find_problems()):
         return
     other = estimate_speed(staged, speed.mfu, None, links)
-    now, then = (
-        max(each.seconds_per_step, each.communication_seconds) + each.awaited_seconds for each in (speed, other)
-    )
-    if then < 0.9 * now:
-        ours, theirs = (
-            f"{format_duration(each.communication_seconds)} beside {format_duration(each.seconds_per_step)}"
-            for each in (speed, other)
-        )
+    if _overlapped_seconds(other) < 0.9 * _overlapped_seconds(speed):
         yield (
             f"pipeline_parallel_size={nodes} puts a stage on each node, within which its layers are gathered: a step "
-            f"sends for {theirs} of computing, instead of {ours}"
+            f"sends for {_describe_sending(other)} of computing, instead of {_describe_sending(speed)}"
         )
+
+
+def _overlapped_seconds(speed: Speed) -> float:
+    """Seconds of a step that computes while it sends, and then awaits the rest."""
+    return max(speed.seconds_per_step, speed.communication_seconds) + speed.awaited_seconds
+
+
+def _describe_sending(speed: Speed) -> str:
+    return f"{format_duration(speed.communication_seconds)} beside {format_duration(speed.seconds_per_step)}"
 
 
 def _read_teacher(model: Model, method: Method) -> TeacherSpec:
@@ -198,12 +200,12 @@ def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architectu
     tokens = architecture.vocabulary + len(set(keys.added_tokens))
     rows = grow_rows(architecture.vocabulary, tokens, keys.pad_vocab_to_multiple_of)
     if recipe.lora.use_peft:
-        whole = (
+        saved = (
             *recipe.lora.modules_to_save,
             re.escape(architecture.embedding.name.removesuffix(".weight")),
             "lm_head",
         )
-        recipe = replace(recipe, lora=replace(recipe.lora, modules_to_save=whole))
+        recipe = replace(recipe, lora=replace(recipe.lora, modules_to_save=saved))
     return replace(architecture, vocabulary=rows, facts=replace(architecture.facts, vocabulary=rows)), recipe
 
 
@@ -224,7 +226,7 @@ def to_dict(
     """The plan as JSON: bytes and seconds; `has_config` as in `describe_changes`. What is not compared with all of the
     room has null for `fits`, unless it does not fit what is known of it."""
     spec = plan.spec
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "parameters": spec.architecture.parameters,
         "active_parameters": spec.architecture.parameters - spec.architecture.idle_parameters,
         "trained_parameters": spec.trained_numel,
@@ -248,9 +250,9 @@ def to_dict(
     }
     if advice is not None:
         is_known = room is not None and room.is_known and not spec.uncounted
-        found["fits"], changes = advice.fits if is_known or not advice.fits else None, advice.changes
-        found["changes"] = changes and describe_changes(changes, spec.sharding.source, has_config=has_config)
-    return found
+        content["fits"], changes = advice.fits if is_known or not advice.fits else None, advice.changes
+        content["changes"] = changes and describe_changes(changes, spec.sharding.source, has_config=has_config)
+    return content
 
 
 def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:

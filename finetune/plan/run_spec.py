@@ -1,6 +1,6 @@
 """What is planned: the model, the recipe, the layout and the ranks; and what that takes of disks and hosts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -133,22 +133,22 @@ class RunSpec:
         part = self.part
         if a.family.tensor_parallel != "products":
             return part
-        whole = replace(part, heads=a.heads, key_value_heads=a.key_value_heads)
-        return replace(whole, intermediate=a.intermediate) if a.family.fused else whole
+        all_heads = replace(part, heads=a.heads, key_value_heads=a.key_value_heads)
+        return replace(all_heads, intermediate=a.intermediate) if a.family.fused else all_heads
 
     @cached_property
     def part_tensors(self) -> tuple[StateTensor, ...]:
         """Every parameter of `part`."""
         recipe = self.recipe
-        found = list_state_tensors(self.divided, recipe.model, recipe.lora, self.sharding, recipe.quantization)
+        tensors = list_state_tensors(self.divided, recipe.model, recipe.lora, self.sharding, recipe.quantization)
         if self.stages == 1:
-            return found
+            return tensors
         units = {f"layer {layer}": f"layer {index}" for index, layer in enumerate(self.own_layers)}
         if self.stage == 0 or self.part.tied:
             units["embedding"] = "embedding"
         if self.is_last_stage:
             units["tail"] = "tail"
-        return tuple(replace(tensor, unit=units[tensor.unit]) for tensor in found if tensor.unit in units)
+        return tuple(replace(tensor, unit=units[tensor.unit]) for tensor in tensors if tensor.unit in units)
 
     @cached_property
     def teacher_tensors(self) -> tuple[StateTensor, ...]:
@@ -304,7 +304,7 @@ class RunSpec:
         return self.share_tokens(self.rows)
 
     def share_tokens(self, rows: int) -> int:
-        """Tokens that one rank has of so many full rows."""
+        """Tokens that one rank has of `rows` full rows."""
         parts = self.sharding.sequence_parallel_size
         tokens = rows * self.recipe.row_tokens
         if self.recipe.data.packing:
@@ -351,7 +351,9 @@ class RunSpec:
         """The operations of the stage with the most, over the mean of all."""
         costs = self.layer_costs
         parts = split_layers(self.layer_costs, self.sharding.pipeline_chunks)
-        sums = [sum(costs[layer] for part in parts[s :: self.stages] for layer in part) for s in range(self.stages)]
+        sums = [0] * self.stages
+        for chunk, layers in enumerate(parts):
+            sums[chunk % self.stages] += sum(costs[layer] for layer in layers)
         return max(sums) * self.stages / sum(sums)
 
     @property
@@ -428,16 +430,20 @@ def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
     a = spec.architecture
     keys = spec.recipe.checkpoint
     aware = spec.recipe.quantization_aware
-    whole = itemsize * a.parameters
+    unquantized = itemsize * a.parameters
     quantized = 0
     carried = 0 if spec.recipe.model.model_config is not None else itemsize * a.carried_parameters
     name = keys.export_quantization or aware.quantization_aware_training
     if name is not None:
         group = aware.qat_group_size if name == aware.quantization_aware_training else None
         weights = sum(linear.numel for layer in range(a.layers) for linear in a.linears(layer))
-        quantized = whole - int(weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group)))
-    sizes = {"compressed-tensors": quantized + carried, "safetensors": whole + carried}
-    return sum(sizes.get(each, whole) for each in keys.export_formats)
+        quantized = unquantized - int(weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group)))
+    sizes = {"compressed-tensors": quantized + carried, "safetensors": unquantized + carried}
+    return sum(sizes.get(each, unquantized) for each in keys.export_formats)
+
+
+def _count_bytes(tensors: Iterable[StateTensor]) -> int:
+    return sum(tensor.numel * tensor.itemsize for tensor in tensors)
 
 
 def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
@@ -448,13 +454,13 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     optim = spec.recipe.optimization.optim
     if files is None:
-        state = sum(
-            t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained
-        )
+        state = _count_bytes(trained)
+        state += sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained)
     else:
         state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
-    gradients, teacher = (sum(t.numel * t.itemsize for t in of) for of in (trained, spec.teacher_tensors))
-    frozen = sum(t.numel * t.itemsize for t in spec.tensors if not t.trainable)
+    gradients = _count_bytes(trained)
+    teacher = _count_bytes(spec.teacher_tensors)
+    frozen = _count_bytes([tensor for tensor in spec.tensors if not tensor.trainable])
     share = ranks / (spec.state_ranks * spec.stages)  # of the sharded state, on this node
     saved = state + (0 if spec.recipe.lora.use_peft else frozen)
     exported = min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + 4 * max(t.numel for t in spec.tensors)

@@ -68,10 +68,10 @@ class Collective:
 
 def count_communication(spec: RunSpec) -> tuple[Collective, ...]:
     """The collectives of a step, for rows that are full and routers that prefer no expert."""
-    found = [*_of_units(spec), *_of_buckets(spec)]
+    collectives = [*_of_units(spec), *_of_buckets(spec)]
     waited = (*_of_tensors(spec), *_of_sequences(spec), *_of_experts(spec), *_of_pipeline(spec))
-    found += [replace(each, is_awaited=True) for each in waited]
-    return tuple(each for each in found if each.ranks > 1 and each.bytes)
+    collectives += [replace(each, is_awaited=True) for each in waited]
+    return tuple(each for each in collectives if each.ranks > 1 and each.bytes)
 
 
 def _of_pipeline(spec: RunSpec) -> Iterator[Collective]:
@@ -94,11 +94,11 @@ def _of_units(spec: RunSpec) -> Iterator[Collective]:
         divided = tensors[0].divided
         stride = spec.tensor_ranks
         shards = spec.shards // divided
-        whole = sum(
+        unit_bytes = sum(
             _padded(t, shards) * (1 if t.name in spec.fp8_gathered else spec.computation.itemsize) for t in tensors
         )
         reduced = sum(_padded(t, shards) for t in tensors if t.trainable) * ITEMSIZE[spec.reduced_dtype]
-        yield Collective("all-gather", gathers * times, gathers * times * whole, shards, stride * divided)
+        yield Collective("all-gather", gathers * times, gathers * times * unit_bytes, shards, stride * divided)
         yield Collective("reduce-scatter", times, times * reduced, shards, stride * divided)
         meetings = 1 if spec.sharding.layout == "fsdp2" else times
         yield Collective("all-reduce", meetings, meetings * reduced // shards, replicas, spec.state_ranks)
@@ -143,8 +143,8 @@ def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
             calls = calls + 1
             size = 0
             limit = BUCKET
-    whole = sum(t.numel * t.itemsize for t in spec.tensors if t.trainable)
-    yield Collective("all-reduce", calls + (size > 0), whole, spec.ranks)
+    gradient_bytes = sum(t.numel * t.itemsize for t in spec.tensors if t.trainable)
+    yield Collective("all-reduce", calls + (size > 0), gradient_bytes, spec.ranks)
 
 
 def _count_passes(spec: RunSpec) -> tuple[int, int]:
@@ -313,7 +313,11 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     epoch_tokens, steps = read or _estimate_steps(spec)
     reference_seconds = None
-    once = forward if spec.reference == "stored" else asked if is_stored else 0.0
+    once = 0.0
+    if spec.reference == "stored":
+        once = forward
+    elif is_stored:
+        once = asked
     if once and epoch_tokens is not None:  # a forward of every document; held-out ones aside
         seen = epoch_tokens if steps is None else min(epoch_tokens, steps * spec.tokens_per_step)
         reference_seconds = seen * once / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
@@ -465,5 +469,6 @@ def _find_repeated(row: Any, rows: RowKind) -> Any:
 def _text_bytes(value: Any) -> int:
     if isinstance(value, str):
         return len(value.encode("utf-8", "replace"))
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_text_bytes, inner))
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0

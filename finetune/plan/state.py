@@ -156,15 +156,15 @@ def list_frozen_tensors(
     architecture: Architecture, itemsize: int, quantization: Quantization
 ) -> tuple[StateTensor, ...]:
     """Every parameter of a model that is not trained, a teacher, whose linear layers and experts may be quantized."""
-    found: list[StateTensor] = []
+    frozen: list[StateTensor] = []
     for unit, tensors in _list_units(architecture):
         quantizable = _list_quantizable(architecture, unit, quantization)
         for tensor in tensors:
             if tensor in quantizable:
-                found += _list_quantized(tensor, unit, itemsize, quantization)
+                frozen += _list_quantized(tensor, unit, itemsize, quantization)
             else:
-                found.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, False))
-    return tuple(found)
+                frozen.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, False))
+    return tuple(frozen)
 
 
 def _list_units(architecture: Architecture) -> list[tuple[str, tuple[TensorShape, ...]]]:
@@ -269,10 +269,10 @@ def _split_flat(
     # (config.layout.frozen_dtype).
     adapted = any(".default." in tensor.name for tensor in tensors)
     dora = any(tensor.name.endswith("magnitude_vector.default.weight") for tensor in tensors)
-    whole = adapted and any(tensor.trainable and ".default." not in tensor.name for tensor in tensors)
+    has_saved_layers = adapted and any(tensor.trainable and ".default." not in tensor.name for tensor in tensors)
     units: dict[str, list[StateTensor]] = {}
     for tensor in tensors:
-        units.setdefault(_name_flat_unit(tensor, adapters_are_units=not (dora or whole)), []).append(tensor)
+        units.setdefault(_name_flat_unit(tensor, adapters_are_units=not (dora or has_saved_layers)), []).append(tensor)
     for unit in units.values():
         mixed = sharding.mixed_precision
         spans = []

@@ -304,7 +304,7 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
 
 
 def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
-    """The keys and values of so many tokens in all layers, as if each attended to all of its document."""
+    """The keys and values of `tokens` tokens in all layers, as if each attended to all of its document."""
     a = spec.computed
     return int(2 * tokens * a.attending_layers * a.key_value_heads * a.mean_head_size * spec.computation.itemsize)
 
@@ -420,8 +420,8 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     ranks = spec.sharding.expert_parallel_size
     experts = {weight.name for weight in a.experts(a.widest_layer)}
     weights = a.quantizable(a.widest_layer)
-    whole = sum(weight.numel // (ranks if weight.name in experts else 1) for weight in weights)
-    return spec.computation.itemsize * (whole if recomputes_layer else dequantized_at_once(a, ranks))
+    numbers = sum(weight.numel // (ranks if weight.name in experts else 1) for weight in weights)
+    return spec.computation.itemsize * (numbers if recomputes_layer else dequantized_at_once(a, ranks))
 
 
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:

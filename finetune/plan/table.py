@@ -151,10 +151,10 @@ def _name_frozen(spec: RunSpec) -> str:
     return f"{dtype}, {describe_quantization(quantization)} in linear layers" if quantization.bits else dtype
 
 
-def memory_rows(found: Sequence[Phase]) -> list[list[str]]:
+def memory_rows(phases: Sequence[Phase]) -> list[list[str]]:
     """Each phase's peak on the fullest rank, by part: cells, headings first; in MiB if all are below 1 GiB."""
-    small = max(phase.peak.total for phase in found) < GIB
-    shown = [part for part in PARTS if any(getattr(phase.peak, part) for phase in found)]
+    small = max(phase.peak.total for phase in phases) < GIB
+    shown = [part for part in PARTS if any(getattr(phase.peak, part) for phase in phases)]
     parts = [SHORT.get(part, part) for part in shown]
     head = [f"{'MiB' if small else 'GiB'} on one rank", *parts, "total", "highest at"]
 
@@ -163,7 +163,7 @@ def memory_rows(found: Sequence[Phase]) -> list[list[str]]:
 
     rows = [
         [phase.name, *(cell(getattr(phase.peak, part)) for part in shown), cell(phase.peak.total), phase.peak.name]
-        for phase in found
+        for phase in phases
     ]
     return [head, *rows]
 
@@ -180,77 +180,77 @@ def format_layouts(rows: Iterable[tuple[str, Sequence[int | None]]], ranks: Sequ
     return align_columns([head, *([name, *(cell(value) for value in values)] for name, values in rows)], left=(0,))
 
 
-def format_speed(found: Speed, ranks: int) -> str:
+def format_speed(speed: Speed, ranks: int) -> str:
     """The time, and the formula behind it."""
     steps = ""
-    if found.steps is not None:
-        by_size = " by the files' size" if found.steps_are_guessed else ""
-        steps = f"; {'about ' if by_size else ''}{counted(found.steps, 'step')}{by_size}"
-    if not found.is_meaningful:
+    if speed.steps is not None:
+        by_size = " by the files' size" if speed.steps_are_guessed else ""
+        steps = f"; {'about ' if by_size else ''}{counted(speed.steps, 'step')}{by_size}"
+    if not speed.is_meaningful:
         return (
             "time       no estimate: launching the kernels of so small a micro-batch takes longer than computing "
             f"them{steps}"
         )
-    steps += f": {format_duration(found.steps * found.seconds_per_step)}" if found.steps is not None else ""
+    steps += f": {format_duration(speed.steps * speed.seconds_per_step)}" if speed.steps is not None else ""
     epoch = "the length of an epoch is known once the data has been read"
-    if found.seconds_per_epoch is not None and found.epoch_tokens is not None:
-        epoch = f"an epoch of about {count(found.epoch_tokens)} tokens: {format_duration(found.seconds_per_epoch)}"
+    if speed.seconds_per_epoch is not None and speed.epoch_tokens is not None:
+        epoch = f"an epoch of about {count(speed.epoch_tokens)} tokens: {format_duration(speed.seconds_per_epoch)}"
     lines = [
-        f"{format_duration(found.seconds_per_step)} a step, {found.tokens_per_second:,.0f} tokens/s on "
+        f"{format_duration(speed.seconds_per_step)} a step, {speed.tokens_per_second:,.0f} tokens/s on "
         f"{counted(ranks, 'rank')}{steps}; {epoch}",
-        f"at {found.mfu:.0%} of {found.peak_flops / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
-        f"{found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu",
+        f"at {speed.mfu:.0%} of {speed.peak_flops / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
+        f"{speed.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu",
     ]
-    if found.rollout_seconds:
+    if speed.rollout_seconds:
         lines.append(
-            f"of a step, {format_duration(found.rollout_seconds)} are completions of full length, as fast as memory is "
+            f"of a step, {format_duration(speed.rollout_seconds)} are completions of full length, as fast as memory is "
             "read or tokens are computed"
         )
-    if found.bubble:
+    if speed.bubble:
         lines.append(
-            f"of a step, {found.bubble:.0%} is the pipeline's bubble; its largest stage computes {found.imbalance:.2f} "
+            f"of a step, {speed.bubble:.0%} is the pipeline's bubble; its largest stage computes {speed.imbalance:.2f} "
             "times the mean"
         )
-    if found.reference_share:
-        lines.append(f"of a step, {found.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)")
-    if found.reference_seconds is not None:
-        seconds = format_duration(found.reference_seconds)
+    if speed.reference_share:
+        lines.append(f"of a step, {speed.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)")
+    if speed.reference_seconds is not None:
+        seconds = format_duration(speed.reference_seconds)
         lines.append(f"before training {seconds} for the reference or the teacher: a forward of the data")
-    if found.offload_seconds:
+    if speed.offload_seconds:
         lines.append(
-            f"of a step, {format_duration(found.offload_seconds)} are offload: state and gradients over PCIe at "
+            f"of a step, {format_duration(speed.offload_seconds)} are offload: state and gradients over PCIe at "
             f"{PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at "
             f"{HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
         )
-    if found.files_seconds:
+    if speed.files_seconds:
         lines.append(
-            f"of a step, {format_duration(found.files_seconds)} are the state in offload_dir, read and written at "
+            f"of a step, {format_duration(speed.files_seconds)} are the state in offload_dir, read and written at "
             f"{NVME_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
         )
-    return "time       " + f"\n{'':11}".join([*lines, *_describe_communication(found)])
+    return "time       " + f"\n{'':11}".join([*lines, *_describe_communication(speed)])
 
 
-def _describe_communication(found: Speed) -> list[str]:
+def _describe_communication(speed: Speed) -> list[str]:
     """What ranks send each other in a step, and how long that takes."""
-    if not found.communication:
+    if not speed.communication:
         return []
     calls = Counter[str]()
     moved = Counter[str]()
-    for each in found.communication:
+    for each in speed.communication:
         calls[each.kind] += each.calls
         moved[each.kind] += each.bytes
     listed = ", ".join(f"{kind} {disk_size(moved[kind])} in {count(calls[kind])} calls" for kind in calls)
-    seconds = format_duration(found.communication_seconds)
+    seconds = format_duration(speed.communication_seconds)
     awaited = ""
-    if found.awaited_seconds:
-        awaited = f", of which layers wait for {format_duration(found.awaited_seconds)}"
-    within, between = (f"{disk_size(round(rate))}/s" for rate in (found.links.within_node, found.links.between_nodes))
+    if speed.awaited_seconds:
+        awaited = f", of which layers wait for {format_duration(speed.awaited_seconds)}"
+    within, between = (f"{disk_size(round(rate))}/s" for rate in (speed.links.within_node, speed.links.between_nodes))
     lines = [
         f"not counted in: {seconds} a step of communication if nothing hides it{awaited}",
         f"a rank's {listed};",
         f"at {within} between GPUs of a node and {between} a node between nodes: --gpu-link and --network change these",
     ]
-    if found.communication_seconds - found.awaited_seconds > found.seconds_per_step:
+    if speed.communication_seconds - speed.awaited_seconds > speed.seconds_per_step:
         lines.append("that is longer than the computation, which cannot hide it: a step takes at least as long")
     return lines
 

@@ -127,7 +127,9 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
         chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
         return chunk * vocabulary * 2 * run.itemsize
     # A CPU's softmax casts its input first, and so does one that is normalized over ranks.
-    casts = 0 if run.itemsize == FP32 else FP32 if run.cpu or run.divides_vocabulary else run.itemsize
+    casts = FP32 if run.cpu or run.divides_vocabulary else run.itemsize
+    if run.itemsize == FP32:
+        casts = 0
     chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
     return chunk * vocabulary * (run.itemsize + FP32 + casts)
 
@@ -263,12 +265,12 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
             layer = [tensor for tensor in layers if tensor.unit == f"layer {spec.part.widest_layer}"]
     elif spec.part.tied:  # the head's gradient waits for the embedding's, whole, as the loss computes it
         waiting = FP32 * sum(tensor.numel for tensor in embedding if tensor.unit == "embedding")
-    found = {}
+    memory_by_part = {}
     for part, tensors in (("head", tail), ("layer", layer), ("embedding", embedding)):
         largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
         temporaries = _temporaries(spec, tensors, -(-largest // spec.shards))
-        found[part] = InBackwardMemory(largest + (0 if part == "head" else waiting), temporaries)
-    return found
+        memory_by_part[part] = InBackwardMemory(largest + (0 if part == "head" else waiting), temporaries)
+    return memory_by_part
 
 
 def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
@@ -277,8 +279,8 @@ def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) ->
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)
     norm = FP64 * largest if spec.device == "cpu" else 0
-    whole = facts.update_bytes * max((t.numel for t in tensors if is_layers_matrix(t.name, t.shape)), default=0)
-    return max(norm, facts.update_copies * FP32 * largest + whole, at_once if facts.allocates_roots else 0)
+    of_matrix = facts.update_bytes * max((t.numel for t in tensors if is_layers_matrix(t.name, t.shape)), default=0)
+    return max(norm, facts.update_copies * FP32 * largest + of_matrix, at_once if facts.allocates_roots else 0)
 
 
 def _trained(spec: RunSpec, unit: str) -> list[StateTensor]:
@@ -327,14 +329,14 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
     reduced = ITEMSIZE[spec.reduced_dtype]
     is_split = spec.shards > 1
 
-    def unit(of: Unit, names: Sequence[str], unshared: int = 0) -> UnitMemory:
-        whole = of.gathered(size)
+    def unit(place: Unit, names: Sequence[str], unshared: int = 0) -> UnitMemory:
+        gathered_bytes = place.gathered(size)
         tensors = [tensor for tensor in spec.part_tensors if tensor.unit in names]
         return UnitMemory(
-            gathered=whole,
-            arriving=whole - size * unshared if is_split else 0,
-            unreduced=size * of.trained,
-            reducing=reduced * of.trained,
+            gathered=gathered_bytes,
+            arriving=gathered_bytes - size * unshared if is_split else 0,
+            unreduced=size * place.trained,
+            reducing=reduced * place.trained,
             shard=count_state(tensors, spec.sharding, spec.shards, optim=None).gradients,
         )
 

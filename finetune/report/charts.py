@@ -7,6 +7,7 @@ a desktop.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from finetune.config.methods import METHODS
@@ -138,7 +139,7 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         for index, (run, planned) in enumerate(zip(runs, planned_bytes, strict=True))
         if planned is not None
     ]
-    found = [
+    charts = [
         _make_chart("loss", "Loss", f"{_loss_unit(runs)}; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs), can_be_log=True),
         _make_chart("kl", *_name_kl(runs), _loss_lines(runs, "kl"), zero=True),
         _make_chart("cross_entropy", "Cross entropy", "nats per trained token, of the labels; points: held-out", _loss_lines(runs, "cross_entropy"), zero=True),
@@ -156,7 +157,7 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         _make_chart("exact_match", "Held-out questions answered exactly", "%", _make_lines(runs, "exact_match", lambda v: 100 * v, dots=True), zero=True),
         *(_make_chart(key.replace("/", "_"), key.partition("/")[2], "a function of the recipe, over the held-out answers", _make_lines(runs, key, dots=True), zero=True) for key in list_metrics(runs)),
     ]  # fmt: skip
-    return [chart for chart in found if chart is not None]
+    return [chart for chart in charts if chart is not None]
 
 
 def _step_range(run: RunRecord) -> tuple[float, float]:
@@ -167,9 +168,9 @@ def _step_range(run: RunRecord) -> tuple[float, float]:
 def _make_lines(
     runs: Sequence[RunRecord], key: str, scale: Callable[[float], float] = lambda value: value, dots: bool = False
 ) -> list[Line]:
-    found = ((index, run, run.series(key)) for index, run in enumerate(runs))
+    series = ((index, run, run.series(key)) for index, run in enumerate(runs))
     return [
-        Line(run.name, index, [(x, scale(y)) for x, y in points], dots=dots) for index, run, points in found if points
+        Line(run.name, index, [(x, scale(y)) for x, y in points], dots=dots) for index, run, points in series if points
     ]
 
 
@@ -240,14 +241,29 @@ def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
 
 def _preference_lines(runs: Sequence[RunRecord], keys: Sequence[str], scale: float = 1.0) -> list[Line]:
     """A line for each run and key, dashed from the second key on, with its held-out points."""
-    found = []
+    lines = []
     for number, key in enumerate(keys):
         side = f" {key.partition('/')[2]}" if len(keys) > 1 else ""
         for line in _make_lines(runs, key, lambda value: scale * value):
-            found.append(replace(line, label=line.label + side, dashed=number > 0))
+            lines.append(replace(line, label=line.label + side, dashed=number > 0))
         for line in _make_lines(runs, f"eval_{key}", lambda value: scale * value, dots=True):
-            found.append(replace(line, label=f"{line.label}{side} held-out"))
-    return found
+            lines.append(replace(line, label=f"{line.label}{side} held-out"))
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Where values lie between the two ends of an axis."""
+
+    ticks: list[float]
+    low: float
+    high: float
+    scale: Callable[[float], float] = float  # log10 on a log scale
+
+    def place(self, value: float) -> float:
+        """Returns 0 for `low` and 1 for `high`."""
+        low = self.scale(self.low)
+        return (self.scale(value) - low) / (self.scale(self.high) - low)
 
 
 def _make_chart(
@@ -256,41 +272,47 @@ def _make_chart(
     """The chart with axes around all `lines`, from 0 if `zero`, on a log scale where they ask for it and `can_be_log`;
     None where there is nothing to draw."""
     lines = [replace(line, points=thin(line.points)) for line in lines]
-    points = [point for line in lines for point in line.points]
+    points = list(chain.from_iterable(line.points for line in lines))
     if not points:
         return None
-    y_low = min([y for _, y in points] + [0.0] * zero)
-    y_high = max(y for _, y in points)
-    if y_high - y_low < 1e-3 * abs(y_high):  # flat, in the three digits of a label
-        y_low = y_high
-    scale: Callable[[float], float] = float
-    y_ticks = choose_ticks(y_low, y_high if y_high > 0 or not zero else 1.0)
-    if can_be_log and is_log(lines):
-        scale = math.log10
-        y_ticks = choose_log_ticks(y_low, y_high)
-        note = f"{note}; log scale"
-    bottom = scale(y_ticks[0])
-    top = scale(y_ticks[-1])
-    x_low = min(x for x, _ in points)
-    x_high = max(x for x, _ in points)
-    x_high = x_high if x_high > x_low else x_low + 1
-    x_ticks = [x for x in choose_ticks(x_low, x_high, most=7) if x_low <= x <= x_high and x == int(x)]
-
-    def across(x: float) -> float:
-        return (x - x_low) / (x_high - x_low)
+    x_axis = _make_x_axis([x for x, _ in points])
+    y_axis = _make_y_axis([y for _, y in points], zero, can_be_log and is_log(lines))
 
     def down(y: float) -> float:
-        return 1 - (scale(y) - bottom) / (top - bottom)
+        return 1 - y_axis.place(y)
 
     return Chart(
         key=key,
         title=title,
-        note=note,
-        x_labels=[(f"{x:,.0f}", 100 * across(x)) for x in x_ticks],
-        y_labels=[(format_compact(y), 100 * down(y)) for y in y_ticks],
-        grid="".join(f"M0 {BOX * down(y):.1f}H{BOX}" for y in y_ticks),
-        lines=[_draw_line(line, across, down) for line in lines],
+        note=note if y_axis.scale is float else f"{note}; log scale",
+        x_labels=[(f"{x:,.0f}", 100 * x_axis.place(x)) for x in x_axis.ticks],
+        y_labels=[(format_compact(y), 100 * down(y)) for y in y_axis.ticks],
+        grid="".join(f"M0 {BOX * down(y):.1f}H{BOX}" for y in y_axis.ticks),
+        lines=[_draw_line(line, x_axis.place, down) for line in lines],
     )
+
+
+def _make_x_axis(steps: Sequence[float]) -> Axis:
+    """An axis from the first step to the last, with round numbers of steps between them."""
+    low = min(steps)
+    high = max(steps)
+    if high <= low:
+        high = low + 1
+    ticks = [x for x in choose_ticks(low, high, most=7) if low <= x <= high and x == int(x)]
+    return Axis(ticks, low, high)
+
+
+def _make_y_axis(values: Sequence[float], zero: bool, log: bool) -> Axis:
+    """An axis from one round number to another one around all values, and 0 if `zero`."""
+    low = min([*values, 0.0]) if zero else min(values)
+    high = max(values)
+    if high - low < 1e-3 * abs(high):  # flat, in the three digits of a label
+        low = high
+    if log:
+        ticks = choose_log_ticks(low, high)
+        return Axis(ticks, ticks[0], ticks[-1], math.log10)
+    ticks = choose_ticks(low, high if high > 0 or not zero else 1.0)
+    return Axis(ticks, ticks[0], ticks[-1])
 
 
 def _draw_line(line: Line, across: Callable[[float], float], down: Callable[[float], float]) -> DrawnLine:
@@ -299,13 +321,19 @@ def _draw_line(line: Line, across: Callable[[float], float], down: Callable[[flo
         path = "".join(f"M{BOX * x:.1f} {BOX * y:.1f}h0" for x, y, _, _ in placed)
     else:
         path = "M" + "L".join(f"{BOX * x:.1f} {BOX * y:.1f}" for x, y, _, _ in placed)
-    style = "dots" if line.dots else "faint" if line.faint else "dashed" if line.dashed else "line"
-    points = (
-        []
-        if line.faint
-        else [(round(100 * x, 2), round(100 * y, 2), format_compact(value)) for x, y, _, value in placed]
-    )
-    return DrawnLine(line.label, line.run, path, style, points, [step for _, _, step, _ in placed] if points else [])
+    if line.faint:
+        return DrawnLine(line.label, line.run, path, _style(line), [], [])
+    points = [(round(100 * x, 2), round(100 * y, 2), format_compact(value)) for x, y, _, value in placed]
+    return DrawnLine(line.label, line.run, path, _style(line), points, [step for _, _, step, _ in placed])
+
+
+def _style(line: Line) -> str:
+    """The CSS class of a line."""
+    if line.dots:
+        return "dots"
+    if line.faint:
+        return "faint"
+    return "dashed" if line.dashed else "line"
 
 
 def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:

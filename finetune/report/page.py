@@ -64,7 +64,7 @@ def render_page(
     }
     page = _template().render(
         title=" · ".join(run.name for run in runs) or "Waiting",
-        subtitle=describe_in_one_line(runs[0]) if len(runs) == 1 else counted(len(runs), "run") if runs else WAITING,
+        subtitle=_subtitle(runs),
         live=live,
         notices=notices,
         runs=sections,
@@ -81,6 +81,12 @@ def render_page(
         data=Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
     )
     return page.encode("utf-8", "replace").decode()  # a file of JSON may hold half of a surrogate pair
+
+
+def _subtitle(runs: Sequence[RunRecord]) -> str:
+    if not runs:
+        return WAITING
+    return describe_in_one_line(runs[0]) if len(runs) == 1 else counted(len(runs), "run")
 
 
 def render_plots(run: RunRecord) -> str:
@@ -102,13 +108,13 @@ def _style() -> Markup:
 def list_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Where the runs differ, with each run's value: layout, ranks, device, and keys of the recipe; of lists and
     mappings only the entries that differ."""
-    found = []
+    settings = []
     for run in runs:
         machine = {key: run.environment.get(key) for key in ("layout", "ranks", "device")}
         spread = {key: value for key, value in run.sharding.items() if key not in NOT_COMPARED}
-        found.append(dict(leaves(machine | {"accelerate": spread} | run.recipe)))
-    keys = list(dict.fromkeys(key for of_run in found for key in of_run if key not in ALWAYS_DIFFERENT))
-    values = [(key, [format_value(of_run[key]) if key in of_run else "–" for of_run in found]) for key in keys]
+        settings.append(dict(leaves(machine | {"accelerate": spread} | run.recipe)))
+    keys = list(dict.fromkeys(key for of_run in settings for key in of_run if key not in ALWAYS_DIFFERENT))
+    values = [(key, [format_value(of_run[key]) if key in of_run else "–" for of_run in settings]) for key in keys]
     return [(key, of_runs) for key, of_runs in values if len(set(of_runs)) > 1]
 
 

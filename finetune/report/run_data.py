@@ -190,8 +190,8 @@ def _keep_kinds(value: Any, kind: Any) -> Any:
         kept = {key: _keep_kinds(inner, kind[key]) if key in kind else inner for key, inner in value.items()}
         return {key: inner for key, inner in kept.items() if inner is not None or key not in kind}
     if isinstance(kind, list):
-        found = [_keep_kinds(inner, kind[0]) for inner in value] if isinstance(value, list) else []
-        return [inner for inner in found if inner is not None]
+        inner_values = [_keep_kinds(inner, kind[0]) for inner in value] if isinstance(value, list) else []
+        return [inner for inner in inner_values if inner is not None]
     wanted = int | float if kind is NUMBER else kind
     if kind is NUMBER and isinstance(value, float) and abs(value) > 1e300:
         return math.copysign(math.inf, value)  # whatever is computed with it would be infinite
@@ -334,25 +334,26 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     """
     before = _running_sums(values, weight)
     after = _running_sums(values[::-1], weight)[::-1]
-    found = []
+    smoothed = []
     for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True):
         own = 1.0 if math.isfinite(value) else 0.0  # it is in both sums
         total = left_weight + right_weight - own
-        found.append(round((left + right - (value if own else 0.0)) / total, 9) if total else value)
-    return found
+        counted_twice = value if own else 0.0
+        smoothed.append(round((left + right - counted_twice) / total, 9) if total else value)
+    return smoothed
 
 
 def _running_sums(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
     """At each value the weighted sum of it and all before it, and the sum of their weights."""
     total = 0.0
     weights = 0.0
-    found = []
+    sums = []
     for value in values:
         finite = math.isfinite(value)
         total = weight * total + (value if finite else 0.0)
         weights = weight * weights + finite
-        found.append((total, weights))
-    return found
+        sums.append((total, weights))
+    return sums
 
 
 def smoothing_weight(count: int) -> float:
@@ -437,12 +438,12 @@ def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]
     series = [[value for _, value in run.series(name)] for name in RATIO_SHARES]
     count = min(map(len, series))
     tenth = max(1, count // 10)
-    found = []
+    histogram = []
     for name, values in zip(RATIO_SHARES, series, strict=True) if count else ():
         means = [100 * sum(part) / len(part) for part in (values[:tenth], values[-tenth:], values)]
         said = name.rpartition("/")[2].replace("-", " to ")
-        found.append((said, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
-    return found
+        histogram.append((said, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
+    return histogram
 
 
 def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -471,7 +472,9 @@ def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
         return {name: "", f"{name}_class": ""}
     text = str(sample.get("answer", ""))
     expected = str(sample.get("expected") or "").strip()
-    grade = "" if not expected else "right" if text.strip() == expected else "wrong"
+    grade = ""
+    if expected:
+        grade = "right" if text.strip() == expected else "wrong"
     return {name: text, f"{name}_class": grade}
 
 
@@ -479,11 +482,11 @@ def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[t
     """The findings of a data report, and the rest of it as names and values."""
     findings = [
         {
-            "severity": str(found.get("severity", "note")),
-            "text": f"in {found.get('rows', 0):,} of {counted(found.get('of', 0), 'row')} {found.get('what', '')}"
-            + (f" ({', '.join(found['where'])})" if found.get("where") else ""),
+            "severity": str(finding.get("severity", "note")),
+            "text": f"in {finding.get('rows', 0):,} of {counted(finding.get('of', 0), 'row')} {finding.get('what', '')}"
+            + (f" ({', '.join(finding['where'])})" if finding.get("where") else ""),
         }
-        for found in report.get("findings", [])
+        for finding in report.get("findings", [])
     ]
     facts = _flatten({key: value for key, value in report.items() if key not in DATA_TABLES})
     return findings, [
@@ -516,7 +519,9 @@ def format_value(value: Any) -> str:
         given = [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in items]
         plain = given[0] if isinstance(value, dict) else given
         return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)).strip()
-    return "null" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def list_metrics(runs: Sequence[RunRecord]) -> list[str]:

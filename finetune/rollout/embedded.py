@@ -337,7 +337,7 @@ def _read_prompts(
         some = [prompts[start : start + PROMPTS_AT_ONCE] for start in range(0, len(prompts), PROMPTS_AT_ONCE)]
         parts = [DynamicCache(config=config) for _ in some]
         read = [_read(transformer, *each, device, packs) for each in zip(parts, some, strict=True)]
-        logits = torch.cat([found for found, _ in read])
+        logits = torch.cat([prompt_logits for prompt_logits, _ in read])
         ends = torch.cat([sizes for _, sizes in read]).cumsum(0)[:, None]
         # What is before a prompt is masked, but it must not be nan: its first token stands there.
         tokens = (ends + torch.arange(-longest, 0, device=device)).maximum(ends - lengths)

@@ -49,7 +49,7 @@ def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seco
     """What a function returned for each completion, whatever it is.
 
     Raises:
-        NoScores: It did not return so many things in their order.
+        NoScores: It did not return one value for each completion.
         UserError: It raised, or took longer than `seconds`.
     """
     count = len(step["completions"])
@@ -64,15 +64,15 @@ def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seco
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait_for(returned))
         is_list = hasattr(returned, "__iter__") and not isinstance(returned, str | bytes | Mapping | set | frozenset)
-        found = list(returned) if is_list else []
+        scores = list(returned) if is_list else []
     if not is_list:
         raise NoScores(
             f"{place_of(function)}{name}: returned {type(returned).__name__}; a list is expected, with a number or "
             "None for each completion"
         )
-    if len(found) != count:
-        raise NoScores(f"{place_of(function)}{name}: returned {len(found)} rewards for {count} completions")
-    return found
+    if len(scores) != count:
+        raise NoScores(f"{place_of(function)}{name}: returned {len(scores)} rewards for {count} completions")
+    return scores
 
 
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -174,7 +174,8 @@ def call_tools(
 ) -> list[tuple[str, bool]]:
     """(what the model reads of its result, whether it failed) of each call: of one that raises, what it has raised.
 
-    Raises `UserError` where they take longer than `seconds` together. Where that `counts` as failed, each has so many.
+    Raises `UserError` if they take longer than `seconds` together. If a slow call `counts` as failed, each may take
+    `seconds`.
     """
     deadline = time.monotonic() + seconds
     results = []

@@ -224,8 +224,11 @@ class Rewards:
             self.close()
             raise
         if "error" in answer:
-            counted = "calls" if "calls" in question else "completions" if "function" in question else None
-            hint = f" (on_bad_reward: zero counts such {counted} and continues)" if counted else ""
+            hint = ""
+            if "calls" in question:
+                hint = " (on_bad_reward: zero counts such calls and continues)"
+            elif "function" in question:
+                hint = " (on_bad_reward: zero counts such completions and continues)"
             raise UserError(f"{answer['error']}{hint}")
         return answer
 

@@ -42,8 +42,8 @@ def has_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> l
     >>> has_number(["so it is 1,200.0"], ["5 x 240 = 1200\\n#### 1200"])
     [1.0]
     """
-    found = [_last_number(text_of(each)) for each in completions]
-    pairs = zip(found, answer, strict=True)
+    numbers = [_last_number(text_of(each)) for each in completions]
+    pairs = zip(numbers, answer, strict=True)
     return [None if right is None else float(n is not None and n == _last_number(str(right))) for n, right in pairs]
 
 

@@ -41,14 +41,14 @@ class Conversations:
         for (i, function), (text, failed) in zip(called, results, strict=True):
             said = {"role": "tool", "name": function["name"], "content": text}
             of_completion.setdefault(i, []).append((said, failed))
-        return [self._add(i, made[i], found) for i, found in of_completion.items()]
+        return [self._add(i, made[i], turns) for i, turns in of_completion.items()]
 
-    def _add(self, i: int, made: Sampled, found: Sequence[tuple[Message, bool]]) -> Answer:
-        said = [message for message, _ in found]
+    def _add(self, i: int, made: Sampled, turns: Sequence[tuple[Message, bool]]) -> Answer:
+        said = [message for message, _ in turns]
         ids = self.tools.encode_results(said, self.rows[i])
         has_room = len(made.token_ids) + len(ids) < self.max_tokens
         self.messages[i] += said if has_room else []
-        return i, ids if has_room else [], len(found), sum(failed for _, failed in found)
+        return i, ids if has_room else [], len(turns), sum(failed for _, failed in turns)
 
 
 def take_turns(

@@ -153,10 +153,10 @@ class VllmEngine:
         ranks = RankGroup(self._world)
         of_group = world.stage_size // world.tensor_group_count
         is_first = world.rank < world.stage_size and world.rank % of_group == 0  # of those with the same requests
-        found: list[Sampled] = []
-        ranks.on_all(lambda: found.extend(self._answer(requests, sampling)) if is_first else None)
+        samples: list[Sampled] = []
+        ranks.on_all(lambda: samples.extend(self._answer(requests, sampling)) if is_first else None)
         ranks.on_main(self._refuse_stale)
-        return found
+        return samples
 
     def forget(self) -> None:
         """Removes what was answered before the checkpoint before the one that is about to be published."""
@@ -175,8 +175,8 @@ class VllmEngine:
         ranks = RankGroup(self._world)
         shards = [each for each in list_shards(get_model_state(model), MODEL, world.stages) if each.is_first_copy]
         sums = ranks.on_all(lambda: {f"{each.name} {each.offsets}": int(weighted_sum(each.tensor)) for each in shards})
-        found = json.dumps([sums, asdict(self._recipe.lora)], sort_keys=True, default=str)
-        self._name = f"{self._folder.parent.name}-{xxhash.xxh3_64_hexdigest(found.encode())}"
+        described = json.dumps([sums, asdict(self._recipe.lora)], sort_keys=True, default=str)
+        self._name = f"{self._folder.parent.name}-{xxhash.xxh3_64_hexdigest(described.encode())}"
         if ranks.on_main(self._is_served):
             return
         folder = self._folder / self._name

@@ -78,19 +78,19 @@ class Hooks:
 
     def call(self, name: str, event: Event) -> None:
         """Calls each callback that has the event `name`. Raises `UserError` for what one raises."""
-        for of, callback in self.callbacks.items():
-            event_of_it = getattr(callback, name, lambda _: None)
-            with explained(f"{of}.{name}", event_of_it):
-                event_of_it(event)
+        for callback_name, callback in self.callbacks.items():
+            on_event = getattr(callback, name, lambda _: None)
+            with explained(f"{callback_name}.{name}", on_event):
+                on_event(event)
 
     def read_states(self) -> dict[str, Any]:
         """The callbacks' states, by name. Raises `UserError` where one fails, or would not come back as it is."""
         states: dict[str, Any] = {}
-        for of, callback in self.callbacks.items():
+        for name, callback in self.callbacks.items():
             state_dict = getattr(callback, "state_dict", dict)
-            with explained(f"{of}.state_dict", state_dict):
+            with explained(f"{name}.state_dict", state_dict):
                 state: Any = state_dict()
-            place = f"{place_of(state_dict)}{of}.state_dict"
+            place = f"{place_of(state_dict)}{name}.state_dict"
             try:
                 text = json.dumps(state)
                 kept = parse_json(text)
@@ -98,33 +98,33 @@ class Hooks:
                 raise UserError(f"{place}: checkpoints keep values of JSON: {error}") from None
             if kept != json.loads(text):
                 raise UserError(f"{place}: a whole number has more than {MAX_DIGITS} digits; keep it as text")
-            states |= {of: kept} if state else {}
+            states |= {name: kept} if state else {}
         return states
 
     def load_states(self, progress: Progress) -> None:
         """Gives the callbacks the states that `progress` holds."""
-        for of, state in (progress.callbacks or {}).items():
-            if (load_state := getattr(self.callbacks.get(of), "load_state_dict", None)) is not None:
-                with explained(f"{of}.load_state_dict", load_state):
+        for name, state in (progress.callbacks or {}).items():
+            if (load_state := getattr(self.callbacks.get(name), "load_state_dict", None)) is not None:
+                with explained(f"{name}.load_state_dict", load_state):
                     load_state(state)
 
     def score(self, answers: Sequence[tuple[str, str, str]]) -> dict[str, float]:
         """The mean of each metric over the (prompt, answer, expected answer) of all rows, as `metrics/NAME`."""
-        found = {}
-        for of, metric in self.metrics.items():
+        metrics = {}
+        for name, metric in self.metrics.items():
             scores = []
             for answer in answers:
-                with explained(of, metric):
+                with explained(name, metric):
                     returned = metric(*answer)
                 score = math.nan
                 with suppress(Exception):  # whatever cannot be a number
                     score = float(returned)
                 if not math.isfinite(score):
                     shown = f"returned {returned!r:.60} for the prompt {answer[0][:60]!r}"
-                    raise UserError(f"{place_of(metric)}{of}: {' '.join(shown.split())}; return a number")
+                    raise UserError(f"{place_of(metric)}{name}: {' '.join(shown.split())}; return a number")
                 scores.append(score)
-            found[f"metrics/{of.rpartition(':')[2]}"] = math.fsum(scores) / len(scores)
-        return found
+            metrics[f"metrics/{name.rpartition(':')[2]}"] = math.fsum(scores) / len(scores)
+        return metrics
 
 
 def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
@@ -143,20 +143,30 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
             made.append(kind())
     by_name: dict[str, Any] = {}
     for callback in (*made, *callbacks):
-        kind = type(callback).__name__
-        if isinstance(callback, type):
-            raise UserError(f"callbacks: {callback.__name__} is a class; give one of it, {callback.__name__}()")
-        events = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
-        unknown = [name for name in events if name not in EVENTS]
-        if unknown or not events:
-            close = difflib.get_close_matches(unknown[0], EVENTS, n=1) if unknown else []
-            wrong = f"{unknown[0]} is no event" if unknown else "it has no event"
-            advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(EVENTS)}"
-            place = place_of(getattr(callback, unknown[0]) if unknown else type(callback))
-            raise UserError(f"{place}callbacks: {kind}: {wrong}; {advice}")
-        same = sum(name.partition(" ")[0] == kind for name in by_name)
-        by_name[f"{kind} {same + 1}" if same else kind] = callback
+        _check_events(callback)
+        name = type(callback).__name__
+        same = sum(other.partition(" ")[0] == name for other in by_name)
+        by_name[f"{name} {same + 1}" if same else name] = callback
     return Hooks(by_name, metrics)
+
+
+def _check_events(callback: Any) -> None:
+    """Raises `UserError` where a callback is a class, has no event, or has one that there is not."""
+    if isinstance(callback, type):
+        raise UserError(f"callbacks: {callback.__name__} is a class; give one of it, {callback.__name__}()")
+    kind = type(callback)
+    events = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
+    unknown = [name for name in events if name not in EVENTS]
+    advice = f"there are {', '.join(EVENTS)}"
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], EVENTS, n=1)
+        place = place_of(getattr(callback, unknown[0]))
+        raise UserError(
+            f"{place}callbacks: {kind.__name__}: {unknown[0]} is no event; "
+            + (f"did you mean {close[0]}?" if close else advice)
+        )
+    if not events:
+        raise UserError(f"{place_of(kind)}callbacks: {kind.__name__}: it has no event; {advice}")
 
 
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
@@ -254,7 +264,9 @@ def _identity(report_to: str, inner: Any) -> str:
     run = inner.tracker
     if report_to == "mlflow":
         return str(run.info.run_id)
-    return str(run.id if report_to == "wandb" else run.name if report_to == "trackio" else inner.logging_dir)
+    if report_to == "wandb":
+        return str(run.id)
+    return str(run.name if report_to == "trackio" else inner.logging_dir)
 
 
 def _find_page(report_to: str, inner: Any, folder: Path) -> str:

@@ -177,12 +177,12 @@ def answer(
     """
     model.eval()
     groups = world.tensor_group_count
-    mine = [
-        prompts[i % len(prompts)]
-        for i in range(world.tensor_group_index, len(prompts) + -len(prompts) % groups, groups)
-    ]
+    padded = len(prompts) + -len(prompts) % groups  # every group answers the same number
+    mine = [prompts[i % len(prompts)] for i in range(world.tensor_group_index, padded, groups)]
+    batches = [mine] if mine else []
     # Caches of rows of several lengths cannot change their frequencies each at its own token.
-    batches = [[prompt] for prompt in mine] if depends_on_length(model) else [mine] if mine else []
+    if depends_on_length(model):
+        batches = [[prompt] for prompt in mine]
     have_images = [any(prompt.images for prompt in batch) for batch in batches]
     if world.sharding.is_fsdp and any(each != have_images for each in world.gather(have_images)):
         raise UserError(

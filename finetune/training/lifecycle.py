@@ -404,7 +404,9 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
     if not checkpoints:
         return False
     last, newest = checkpoints[-1]
-    exports = ["export", *(["adapter"] if recipe.lora.use_peft else [])] if recipe.checkpoint.export_at_end else []
+    exports = []
+    if recipe.checkpoint.export_at_end:
+        exports = ["export", "adapter"] if recipe.lora.use_peft else ["export"]
     if read_json_object(folder / FINISHED) == _record(recipe, inputs, last):
         return all((folder / name).is_dir() for name in exports) and not find_damage(newest)
     try:

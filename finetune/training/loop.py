@@ -124,11 +124,9 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             if due.reads_device:
                 guard.raise_if_bad(recipe.optimization)
             if due.log:
-                _log(run, progress, run.measure(window, progress, rate, result.grad_norm, compilation.seconds()))
-                if news := compilation.news():
-                    run.log.say(news)
+                line = run.measure(window, progress, rate, result.grad_norm, compilation.seconds())
+                _log(run, progress, line, compilation)
                 window = Window(world.device)
-                gc.collect(1)  # the young generations only, what steps have left behind
             if due.evaluate:
                 with window.paused():
                     progress = evaluate(run, progress)
@@ -136,10 +134,8 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
                 due = find_due_after_evaluation(due, progress, recipe)
             run.notify("on_step", progress)
             if due.save:
-                with window.paused():
-                    run.save(progress)
+                _save(run, progress, window)
                 signals.save = False
-                run.notify("on_save", progress)
             if due.end:
                 break
             if due.stop:
@@ -150,9 +146,18 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     return progress
 
 
-def _log(run: TrainingRun, progress: Progress, line: dict[str, Any]) -> None:
+def _log(run: TrainingRun, progress: Progress, line: dict[str, Any], compilation: Compilation) -> None:
     run.log.step(line)
     run.notify("on_log", progress, line)
+    if news := compilation.news():
+        run.log.say(news)
+    gc.collect(1)  # the young generations only, what steps have left behind
+
+
+def _save(run: TrainingRun, progress: Progress, window: Window) -> None:
+    with window.paused():
+        run.save(progress)
+    run.notify("on_save", progress)
 
 
 def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:

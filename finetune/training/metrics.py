@@ -154,14 +154,14 @@ class MetricsLog:
         self._losses: list[tuple[int, float]] = []  # (step, loss) of every training line
         self._has_diverged = False
         if path is not None:
-            found = read_json_lines(path) if start_step else []
+            lines = read_json_lines(path) if start_step else []
             missing = describe_missing(path, start_step)
             self._losses = losses_of(drop_later_lines(path, start_step))
             self._display = Display(steps, start_step, (loss for _, loss in self._losses))
             self._file = path.open("ab", buffering=0)
-            readable = readable_lines(found)
+            readable = readable_lines(lines)
             for count, what in (
-                (len(found) - len(readable), "line that cannot be read"),
+                (len(lines) - len(readable), "line that cannot be read"),
                 (len(readable) - len(remove_doubled(readable)), "doubled line"),
             ):
                 if count:

@@ -8,7 +8,7 @@ from the weights that training starts with, and kept beside the token cache.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -52,15 +52,16 @@ def sum_log_probabilities(
     In fp64, so that a sum over thousands of tokens depends neither on their order nor on the batch around them.
     `sequence_group`: the ranks that divide the documents' tokens between them; each returns the sums of all.
     """
-    found = model(**inputs, head_function=head_log_probabilities)
-    of = micro_batch.trained_documents
+    of_tokens = model(**inputs, head_function=head_log_probabilities)
+    document_of = micro_batch.trained_documents
     documents = len(micro_batch.example_ids)
-    assert of is not None, "documents in groups say where each trained position belongs"
-    zeros = torch.zeros(documents, dtype=torch.float64, device=found.device)
+    assert document_of is not None, "documents in groups say where each trained position belongs"
+    zeros = torch.zeros(documents, dtype=torch.float64, device=of_tokens.device)
     if not documents:  # a filler: in the graph all the same, since its backward takes part in collectives
-        return zeros + found.sum(), zeros
+        return zeros + of_tokens.sum(), zeros
     has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
-    sums = torch.stack([zeros.index_add(0, of, found.double()), zeros.index_add(0, of, has_label.double())])
+    by_document = [zeros.index_add(0, document_of, values.double()) for values in (of_tokens, has_label)]
+    sums = torch.stack(by_document)
     log_probabilities, tokens = sum_over_group(sums, sequence_group).unbind()
     return log_probabilities, tokens
 
@@ -106,8 +107,8 @@ class StoredReference:
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         """Those of the micro-batch's documents."""
-        found = self._found[list(micro_batch.example_ids)]
-        return found.to(micro_batch.labels.device, non_blocking=True)
+        values = self._found[list(micro_batch.example_ids)]
+        return values.to(micro_batch.labels.device, non_blocking=True)
 
 
 def find_references(
@@ -125,8 +126,8 @@ def find_references(
         reference = partial(without_adapters, sequence_group=world.sequence_group)
         return reference, reference
     weights = " ".join(inputs[name] for name in ("base", "adapter") if name in inputs)
-    found = _load_or_compute(model, recipe, data, weights or None, signals, world)
-    return StoredReference(found["training"]), StoredReference(found.get("held_out", torch.zeros(0)))
+    sums = _load_or_compute(model, recipe, data, weights or None, signals, world)
+    return StoredReference(sums["training"]), StoredReference(sums.get("held_out", torch.zeros(0)))
 
 
 def _load_or_compute(
@@ -151,22 +152,22 @@ def _load_or_compute(
     path = cache_folder(recipe.data) / f"reference-{key}.json"
     nothing = {name: torch.full((len(each.examples),), torch.nan, dtype=torch.float64) for name, each in stored.items()}
     kept = (_read(path, nothing) if world.is_main else None) or nothing
-    found = {name: _gather(values, world) for name, values in kept.items()}
-    missing = {name: _missing_steps(each, found[name]) for name, each in stored.items()}
+    sums = {name: _gather(values, world) for name, values in kept.items()}
+    missing = {name: _missing_steps(each, sums[name]) for name, each in stored.items()}
     if world.is_main and kept is not nothing:
         print(f"reference  {path}", file=sys.stderr, flush=True)
     for name, each in stored.items():
         for part in _compute(model, each, missing[name], name, signals, world):
-            found[name] = torch.where(part.isnan(), found[name], part)
-            RankGroup(world).on_all(lambda: _write(path, found) if world.local_rank == 0 else None)
+            sums[name] = torch.where(part.isnan(), sums[name], part)
+            RankGroup(world).on_all(lambda: _write(path, sums) if world.local_rank == 0 else None)
             if signals.agree(world).stop:
-                wanted = sum(len(documents_of(each, i)) for each in stored.values() for i in steps_of(each))
-                known = sum(int((~values.isnan()).sum()) for values in found.values())
+                wanted = sum(_count_documents(batches) for batches in stored.values())
+                known = sum(int((~values.isnan()).sum()) for values in sums.values())
                 raise Preempted(
                     f"{path}: stopped by a signal; the reference of {known:,} of {wanted:,} documents is kept there, "
                     "and the same command computes the rest"
                 )
-    return found
+    return sums
 
 
 def _compute(
@@ -179,14 +180,12 @@ def _compute(
     mine = nothing.clone()
     documents = 0
     for done, step in enumerate(steps, start=1):
-        for each in (part for whole in batches.step_batch(step).micro_batches for part in (whole, whole.mismatched)):
-            if each is None:
-                continue
+        for each in _with_mismatched(batches.step_batch(step).micro_batches):
             on_device = each.to(world.device)
             with evaluating(model):
-                found = sum_log_probabilities(model, on_device, on_device.inputs, world.sequence_group)[0]
+                log_probabilities = sum_log_probabilities(model, on_device, on_device.inputs, world.sequence_group)[0]
             if world.is_first_of_batch:  # the others know the same
-                mine[list(each.example_ids)] = found.cpu()
+                mine[list(each.example_ids)] = log_probabilities.cpu()
         if world.is_main and time.monotonic() - kept > SAVE_SECONDS:
             signals.save = True
             kept = time.monotonic()
@@ -213,11 +212,23 @@ def _gather(mine: Tensor, world: World) -> Tensor:
     return torch.where(ranks > 0, total, torch.nan)
 
 
-def _missing_steps(batches: StoredBatches, found: Tensor) -> list[int]:
-    """The steps with a document whose log-probability has not been `found`."""
-    if not found.isnan().any():
+def _count_documents(batches: StoredBatches) -> int:
+    return sum(len(documents_of(batches, step)) for step in steps_of(batches))
+
+
+def _with_mismatched(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yields each micro-batch, and after it the one of its mismatched answers, if it has any."""
+    for micro_batch in micro_batches:
+        yield micro_batch
+        if micro_batch.mismatched is not None:
+            yield micro_batch.mismatched
+
+
+def _missing_steps(batches: StoredBatches, sums: Tensor) -> list[int]:
+    """The steps with a document whose log-probability is not among the `sums`."""
+    if not sums.isnan().any():
         return []
-    return [step for step in steps_of(batches) if found[documents_of(batches, step)].isnan().any()]
+    return [step for step in steps_of(batches) if sums[documents_of(batches, step)].isnan().any()]
 
 
 def documents_of(batches: StoredBatches, step: int) -> NDArray[np.int64]:
@@ -262,13 +273,13 @@ def _read(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     if checksum != xxhash.xxh3_128_hexdigest(text.encode()):
         print(f"{path}: damaged; the reference is computed again", file=sys.stderr, flush=True)
         return None
-    found = {name: torch.tensor(values, dtype=torch.float64) for name, values in json.loads(text).items()}
-    same = {name: len(values) for name, values in found.items()} == {name: len(each) for name, each in like.items()}
-    return found if same else None
+    sums = {name: torch.tensor(values, dtype=torch.float64) for name, values in json.loads(text).items()}
+    same = {name: len(values) for name, values in sums.items()} == {name: len(each) for name, each in like.items()}
+    return sums if same else None
 
 
-def _write(path: Path, found: Mapping[str, Tensor]) -> None:
+def _write(path: Path, sums: Mapping[str, Tensor]) -> None:
     """JSON, whose numbers come back bit for bit, after a line with its checksum."""
-    text = json.dumps({name: values.tolist() for name, values in found.items()})
+    text = json.dumps({name: values.tolist() for name, values in sums.items()})
     make_folder(path.parent)
     replace_file(path, f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")

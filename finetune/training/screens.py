@@ -54,65 +54,125 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[str]:
     """The first screen of a run."""
-    sharding = run.world.sharding
     world = run.world
     recipe = run.recipe
     model: Any = unwrap(run.model)
-    name = type(model).__name__.removeprefix("FSDP")  # FSDP2 changes the class
-    layers = {type(layer).__name__.removeprefix("FSDP") for layer in decoder_layers(model)}
-    units = ", ".join(
-        f"{count} {name}" for name, count in count_wrapped_units(run.model, world).items() if name in layers
-    )
-    rows = f"prompts with {recipe.rollout.num_generations} completions each" if recipe.method_facts.samples else "rows"
-    steps = run.data.train.steps_per_epoch
-    an_epoch = "streamed, no known" if steps is None else f"{steps:,}"
-    active = f"{size.active:,} active, " if size.active < size.total else ""
-    layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
-    size_of_group = sharding.expert_parallel_size
-    experts = f", a layer's experts over {size_of_group} ranks" if size_of_group > 1 else ""
     lines = [
-        f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
-        f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
-        *(["        without its checkpoint's vision tower: the export takes no images"] * recipe.model.drop_vision),
-        *describe_unreached(size),
-        *([f"        {describe_carried(size.carried, name)}"] if size.carried else []),
-        *describe_adapter(recipe),
-        *([] if recipe.method.method == DEFAULT_METHOD else [f"method  {describe_method(to_dict(recipe))}"]),
-        f"layout  {layout}"
-        + (f" {sharding.strategy}, wrapped {units}" if units else "")
-        + f"{experts}; {precision(run)}; "
-        f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
+        f"{run.folder}: {recipe.path} under {world.sharding.source}, {counted(world.size, 'rank')} on "
+        f"{world.device.type}",
+        *_describe_parameters(recipe, size, _name_of(model)),
+        *_describe_layout(run),
+        *_describe_batch(run),
+        *(f"note    {note}" for note in _list_notes(run)),
+        *describe_offload(run.optimizer),
+        *describe_quantized(model, recipe.quantization),
+        *describe_rounding(model, recipe),
+        *describe_teacher(run.objectives.training, run.data.report.longest),
+        *_describe_data(run),
+        *_describe_flop(run),
+    ]
+    if run.log.watch:
+        lines.append(f"watch   {run.log.watch}")
+    if progress.step:
+        lines.append(f"resumed at step {progress.step}")
+    return lines
+
+
+def _name_of(module: nn.Module) -> str:
+    """The name of a module's class, which FSDP2 changes."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def _describe_parameters(recipe: Recipe, size: ModelSize, name: str) -> list[str]:
+    """The model's parameters, which of them are trained, and by which method."""
+    active = f"{size.active:,} active, " if size.active < size.total else ""
+    trained = f"{active}{size.trained:,} trained{describe_trained(recipe)}"
+    lines = [f"model   {name}, {size.total:,} parameters, {trained}"]
+    if recipe.model.drop_vision:
+        lines.append("        without its checkpoint's vision tower: the export takes no images")
+    lines += describe_unreached(size)
+    if size.carried:
+        lines.append(f"        {describe_carried(size.carried, name)}")
+    lines += describe_adapter(recipe)
+    if recipe.method.method != DEFAULT_METHOD:
+        lines.append(f"method  {describe_method(to_dict(recipe))}")
+    return lines
+
+
+def _describe_layout(run: TrainingRun) -> list[str]:
+    """How the model and its step are divided over the ranks."""
+    world = run.world
+    sharding = world.sharding
+    layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
+    layers = {_name_of(layer) for layer in decoder_layers(unwrap(run.model))}
+    wrapped = count_wrapped_units(run.model, world)
+    units = ", ".join(f"{count} {name}" for name, count in wrapped.items() if name in layers)
+    if units:
+        layout += f" {sharding.strategy}, wrapped {units}"
+    if sharding.expert_parallel_size > 1:
+        layout += f", a layer's experts over {sharding.expert_parallel_size} ranks"
+    checkpointing = "on" if sharding.activation_checkpointing else "off"
+    described = (sharding.describe_sequences(world.size), *sharding.translated)
+    return [
+        f"layout  {layout}; {precision(run)}; activation checkpointing {checkpointing}",
         *describe_products(),
         *describe_flash_kernels(),
         *describe_groups(world),
-        *(f"        {line}" for line in (sharding.describe_sequences(world.size), *sharding.translated) if line),
-        f"batch   {run.data.train.config.global_batch_size} {rows} of up to {recipe.row_tokens} "
-        f"tokens a step, {an_epoch} steps an epoch, {run.data.train.steps:,} in all",
+        *(f"        {line}" for line in described if line),
+    ]
+
+
+def _describe_batch(run: TrainingRun) -> list[str]:
+    """The rows and tokens of a step, the steps, and when the parameters are updated."""
+    recipe = run.recipe
+    train = run.data.train
+    rows = f"prompts with {recipe.rollout.num_generations} completions each" if recipe.method_facts.samples else "rows"
+    an_epoch = "streamed, no known" if train.steps_per_epoch is None else f"{train.steps_per_epoch:,}"
+    lines = [
+        f"batch   {train.config.global_batch_size} {rows} of up to {recipe.row_tokens} "
+        f"tokens a step, {an_epoch} steps an epoch, {train.steps:,} in all"
     ]
     if recipe.optimization.optim_in_backward:
         lines.append("update  each parameter in the backward, its gradient freed at once")
+    return lines
+
+
+def _list_notes(run: TrainingRun) -> Iterator[Any]:
+    """The notes on the recipe's keys in this layout; its errors were raised before."""
+    model: Any = unwrap(run.model)
+    recipe = run.recipe
+    world = run.world
     machine = MachineFacts(device="cuda" if world.device.type == "cuda" else "cpu")
-    keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": run.data.train.steps}
     facts = read_facts(model.config, recipe.model.model_name_or_path)
-    notes = find_problems(recipe, sharding, facts, **keys, images=run.data.images)
-    lines += [f"note    {note}" for note in notes if note.is_note]
-    lines += describe_offload(run.optimizer)
-    lines += describe_quantized(model, recipe.quantization)
-    lines += describe_rounding(model, recipe)
-    lines += describe_teacher(run.objectives.training, run.data.report.longest)
+    keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": run.data.train.steps}
+    for problem in find_problems(recipe, world.sharding, facts, **keys, images=run.data.images):
+        if problem.is_note:
+            yield problem
+
+
+def _describe_data(run: TrainingRun) -> list[str]:
+    """The longest example, where it is too long for the model, and what was found in the data."""
     report = run.data.report
+    model: Any = unwrap(run.model)
     positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
-    lines += [f"        {line}" for line in check_longest_example(report.longest, positions)]
     totals, *warnings = report.lines()
-    lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
-    if run.peak_flops is not None:
-        kinds = f"FP8 ({run.fp8_share:.0%} of them) and bf16" if run.fp8_share else "bf16"
-        lines.append(
-            f"mfu     {_flop_of_weights(recipe)} + 12 L H Q T = {run.count_flop(recipe.data.max_length) / 1e9:.2f} "
-            f"GFLOP a token of a whole row, of {run.peak_flops / 1e12:.0f} TFLOP/s dense {kinds} a device"
-        )
-    lines += [f"watch   {run.log.watch}"] if run.log.watch else []
-    return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
+    return [
+        *(f"        {line}" for line in check_longest_example(report.longest, positions)),
+        f"data    {totals}",
+        *(f"        {warning}" for warning in warnings),
+    ]
+
+
+def _describe_flop(run: TrainingRun) -> list[str]:
+    """What the MFU is measured by; empty where the device's peak is not known."""
+    if run.peak_flops is None:
+        return []
+    kinds = f"FP8 ({run.fp8_share:.0%} of them) and bf16" if run.fp8_share else "bf16"
+    gigaflop = run.count_flop(run.recipe.data.max_length) / 1e9
+    return [
+        f"mfu     {_flop_of_weights(run.recipe)} + 12 L H Q T = {gigaflop:.2f} GFLOP a token of a whole row, "
+        f"of {run.peak_flops / 1e12:.0f} TFLOP/s dense {kinds} a device"
+    ]
 
 
 def describe_flash_kernels() -> list[str]:
@@ -153,8 +213,8 @@ def describe_trained(recipe: Recipe) -> str:
         *lora.modules_to_save,
         *(["embedding and head, for the added tokens"] if recipe.model.added_tokens else []),
     ]
-    whole = f"; whole: {', '.join(saved)}" if saved else ""
-    return f" (LoRA r={lora.lora_r}{ranks}{whole})"
+    beside = f"; whole: {', '.join(saved)}" if saved else ""
+    return f" (LoRA r={lora.lora_r}{ranks}{beside})"
 
 
 def describe_unreached(size: ModelSize) -> list[str]:
@@ -187,10 +247,9 @@ def describe_teacher(objective: Objective, longest: int) -> list[str]:
     if teacher is None:
         return []
     positions = getattr(text_config_of(teacher.model.config), "max_position_embeddings", None)
-    name = type(teacher.model).__name__.removeprefix("FSDP")
     dtype = next(teacher.model.parameters()).dtype
     return [
-        f"teacher {name}, {teacher.size.total:,} parameters, frozen in {SHORT[dtype]}",
+        f"teacher {_name_of(teacher.model)}, {teacher.size.total:,} parameters, frozen in {SHORT[dtype]}",
         *(f"        {line}" for line in check_longest_example(longest, positions, "teacher")),
     ]
 
@@ -242,11 +301,11 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
     dtype = parameters[0].dtype
     unquantized = sum(math.prod(layer.shape) for layer in layers) * dtype.itemsize
     share = held / sum(parameter.numel() * dtype.itemsize for parameter in parameters)  # of this rank
-    other = sum(
-        p.numel()
-        for n, p in model.named_parameters()
-        if not (p.requires_grad or n.endswith((f".{CODES}", f".{SCALES}")))
-    )
+    other = 0
+    for name, parameter in model.named_parameters():
+        is_quantized = name.endswith((f".{CODES}", f".{SCALES}"))
+        if not (parameter.requires_grad or is_quantized):
+            other += parameter.numel()
     return [
         f"base    {counted(linears, 'linear layer')}{experts} in {describe_quantization(quantization)}: "
         f"{disk_size(held)} on this rank, {disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other "
@@ -326,11 +385,15 @@ def answers_before_and_after(path: Path, last_step: int) -> list[str]:
     samples = [line for line in lines if all(isinstance(line.get(key), str) for key in texts)]
     first = {s["prompt"]: s["answer"] for s in reversed(samples)}
     last = [s for s in samples if s["step"] == last_step and s["expected"]][:SHOWN_ANSWERS]
-    return [
-        f"  {_short(s['prompt'])}  before: {_short(first[s['prompt']])!r}  after: {_short(s['answer'])!r}  "
-        f"{'right' if s['answer'].strip() == s['expected'].strip() else 'wrong, expected ' + repr(_short(s['expected']))}"  # noqa: E501
-        for s in last
-    ]
+    return [_describe_answer(sample, first[sample["prompt"]]) for sample in last]
+
+
+def _describe_answer(sample: dict[str, Any], first_answer: str) -> str:
+    """A line with the question of a sample, its first answer and its last, and whether the last is the expected one."""
+    answer = sample["answer"]
+    expected = sample["expected"]
+    grade = "right" if answer.strip() == expected.strip() else f"wrong, expected {_short(expected)!r}"
+    return f"  {_short(sample['prompt'])}  before: {_short(first_answer)!r}  after: {_short(answer)!r}  {grade}"
 
 
 def _short(text: str) -> str:

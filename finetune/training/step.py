@@ -4,7 +4,6 @@ A loss or gradient that is not finite never reaches the parameters. On a CPU the
 the optimizer itself leaves the parameters alone, so that the host need not wait.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -278,14 +277,13 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
     more = max(0, len(check.example_ids) - SHOWN_IDS)
     reports = world.gather({"loss": _describe(check.loss_sum), "ids": ids, "more": more})
     bad = {rank: r for rank, r in enumerate(reports) if r["loss"] in ("nan", "inf")} or dict(enumerate(reports))
-    places = "; ".join(
-        f"rank {rank}: loss {r['loss']}, examples {', '.join(map(str, r['ids']))}"
-        + (f" and {r['more']} more" if r["more"] else "")
-        for rank, r in bad.items()
-    )
+    places = []
+    for rank, report in bad.items():
+        more_ids = f" and {report['more']} more" if report["more"] else ""
+        places.append(f"rank {rank}: loss {report['loss']}, examples {', '.join(map(str, report['ids']))}{more_ids}")
     what = (
         f"step {check.step + 1}: the loss or gradient is not finite "
-        f"(gradient norm {_describe(check.grad_norm)}; {places})"
+        f"(gradient norm {_describe(check.grad_norm)}; {'; '.join(places)})"
     )
     if policy.on_nonfinite == "stop":
         kept = (
@@ -304,5 +302,4 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
 
 
 def _describe(value: torch.Tensor) -> str:
-    magnitude = abs(float(value))
-    return f"{magnitude:g}" if math.isfinite(magnitude) else "nan" if math.isnan(magnitude) else "inf"
+    return f"{abs(float(value)):g}"

@@ -1,7 +1,7 @@
 """GGUF beside or instead of safetensors: the files of a model and of an adapter, and the proof that they are right."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,10 +35,11 @@ from finetune.export.formats.gguf_model import (
 from finetune.export.formats.gguf_tokenizer import GgufVocabulary, describe_tokenizer, write_tokenizer
 from finetune.export.logits import prompts
 from finetune.export.publish import LLAMA_CPP, ExportOptions, is_installed
-from finetune.export.source import Source
+from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, stored_value
 from finetune.export.values import scale_of
 from finetune.export.write import Weights
+from finetune.files.tensors import StoredTensor
 from finetune.units import counted, disk_size
 
 # The largest ‖llama.cpp − checkpoint‖ / ‖checkpoint‖ of the logits that a type explains: llama.cpp rounds not only the
@@ -211,13 +212,13 @@ def _largest_error(path: Path, of: PlannedFile) -> float:
 
     Raises `UserError` where a tensor is missing, unexpected, of another shape, or another one.
     """
-    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     names = {tensor.name for tensor, _ in of.tensors}
-    problems = [f"{name}: in one file only" for name in sorted(names ^ found.keys())]
+    problems = [f"{name}: in one file only" for name in sorted(names ^ tensors.keys())]
     _raise_if_any(path.name, problems)
     worst = 0.0
     for tensor, _ in of.tensors:
-        theirs = found[tensor.name]
+        theirs = tensors[tensor.name]
         position = 0
         squares = 0.0
         errors = 0.0
@@ -280,36 +281,59 @@ def _plan_adapter(source: Source, target: TargetModel, options: ExportOptions, t
     model: Any = target.model
     assert adapter is not None
     config = model.config.get_text_config()
-    reason = why_unsupported(adapter.config) or ("use_dora" if adapter.config.get("use_dora") else None)
-    others = [name for name in sorted(adapter.tensors) if not name.endswith((A, B))]
-    if reason is not None or others or adapter.config.get("target_parameters"):
-        what = reason or (others[0] if others else "target_parameters")
-        raise UserError(f"{where}: {what}: llama.cpp has no adapter of this kind; export the merged model as GGUF")
-    if wrong := [each for each in options.gguf_types if each not in FILE_TYPES]:
-        raise UserError(f"--gguf-type: {wrong[0]}: an adapter is written as {', '.join(FILE_TYPES)}")
+    _refuse_unknown_adapter(adapter, options, where)
     modules = [name.removesuffix(A) for name in adapter.tensors if name.endswith(A)]
     scales = {module: scale_of(adapter.config, module, where) for module in modules}
-    alphas = {scale * rank for scale, rank in scales.values()}
-    # llama.cpp has one alpha for all modules: where they differ, it is left out, and B is scaled instead.
-    alpha = alphas.pop() if len(alphas) == 1 else None
-    bases = [
-        Value(f"{module}.weight", target.shapes[f"{module}.weight"], torch.float32, _no_rows) for module in modules
-    ]
+    alpha = _find_common_alpha(scales.values())
+    names = [f"{module}.weight" for module in modules]
+    bases = [Value(name, target.shapes[name], torch.float32, _no_rows) for name in names]
     tensors = []
     for module, base in zip(modules, plan_tensors(bases, config, where), strict=True):
-        a, b = (adapter.tensors[module + end] for end in (A, B))
         scale = 1.0 if alpha is not None else scales[module][0]
-        first = FileTensor(f"{base.name}.lora_a", a.shape, (stored_value(a, a.name, torch.float32),))
-        second = replace(
-            base, name=f"{base.name}.lora_b", shape=b.shape, values=(stored_value(b, b.name, torch.float32),)
-        )
-        tensors += [first, replace(second, change=partial(_scaled, scale, base.change))]
+        tensors += _plan_factors(adapter.tensors[module + A], adapter.tensors[module + B], base, scale)
     types = options.gguf_types or ("f32",)
     architecture = find_llama_cpp(config.model_type).architecture
     keys = partial(_write_adapter_keys, title=title, alpha=alpha)
-    names = [f"{file_name(title)}-lora-{each.upper()}.gguf" for each in types]
-    files = (plan_file(name, architecture, tensors, each, keys) for name, each in zip(names, types, strict=True))
+    files = []
+    for file_type in types:
+        name = f"{file_name(title)}-lora-{file_type.upper()}.gguf"
+        files.append(plan_file(name, architecture, tensors, file_type, keys))
     return AdapterPlan(tuple(files), options.verify)
+
+
+def _refuse_unknown_adapter(adapter: Adapter, options: ExportOptions, where: str) -> None:
+    """Raises `UserError` for an adapter that llama.cpp does not know, and for types in which none is written."""
+    unknown = [name for name in sorted(adapter.tensors) if not name.endswith((A, B))]
+    if adapter.config.get("target_parameters"):
+        unknown.append("target_parameters")
+    if adapter.config.get("use_dora"):
+        unknown.insert(0, "use_dora")
+    reason = why_unsupported(adapter.config) or next(iter(unknown), None)
+    if reason is not None:
+        raise UserError(f"{where}: {reason}: llama.cpp has no adapter of this kind; export the merged model as GGUF")
+    wrong = [file_type for file_type in options.gguf_types if file_type not in FILE_TYPES]
+    if wrong:
+        raise UserError(f"--gguf-type: {wrong[0]}: an adapter is written as {', '.join(FILE_TYPES)}")
+
+
+def _find_common_alpha(scales: Iterable[tuple[float, int]]) -> float | None:
+    """The alpha of all modules, by their (scale, rank); None where they differ, and B is scaled instead.
+
+    llama.cpp has one alpha for all modules.
+    """
+    alphas = {scale * rank for scale, rank in scales}
+    return alphas.pop() if len(alphas) == 1 else None
+
+
+def _plan_factors(a: StoredTensor, b: StoredTensor, base: FileTensor, scale: float) -> list[FileTensor]:
+    """A and B of the linear layer `base`, in fp32; B is scaled, and its rows are in the order of the base's rows."""
+    a_values = (stored_value(a, a.name, torch.float32),)
+    b_values = (stored_value(b, b.name, torch.float32),)
+    change = partial(_scaled, scale, base.change)
+    return [
+        FileTensor(f"{base.name}.lora_a", a.shape, a_values),
+        replace(base, name=f"{base.name}.lora_b", shape=b.shape, values=b_values, change=change),
+    ]
 
 
 def _no_rows(start: int, stop: int) -> torch.Tensor:

@@ -144,13 +144,13 @@ def _bytes_of(values: Any) -> memoryview:
 def find_differences(path: Path, file: PlannedFile, written: dict[str, str]) -> list[str]:
     """What the gguf package reads in a file otherwise than was written, in words; empty where all is the same."""
     expected = {tensor.name: (tensor.shape, kind) for tensor, kind in file.tensors}
-    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    problems = [f"{name}: not in the file" for name in expected if name not in found]
-    problems += [f"{name}: in the file, but not in the model" for name in found if name not in expected]
+    in_file = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    problems = [f"{name}: not in the file" for name in expected if name not in in_file]
+    problems += [f"{name}: in the file, but not in the model" for name in in_file if name not in expected]
     for name, (shape, kind) in expected.items():
-        if name not in found:
+        if name not in in_file:
             continue
-        tensor = found[name]
+        tensor = in_file[name]
         has = tuple(int(size) for size in reversed(tensor.shape))
         if (has, tensor.tensor_type) != (shape, kind):
             problems.append(f"{name}: {tensor.tensor_type.name} {has}, not {kind.name} {shape}")

@@ -78,10 +78,10 @@ def check_config(config: Any, where: str) -> list[str]:
     if family.window_every:
         kinds = ["full_attention" if (n + 1) % family.window_every == 0 else "sliding_attention" for n in range(layers)]
         differing["layer_types"] = (list(config.layer_types), kinds)
-    for key, (found, expected) in differing.items():
-        if found is not None and found != expected:
+    for key, (value, expected) in differing.items():
+        if value is not None and value != expected:
             has = f"llama.cpp's {family.architecture} has {expected!r:.60}"
-            raise UserError(f"{where}: {key}: {found!r:.60}, where {has}; export safetensors")
+            raise UserError(f"{where}: {key}: {value!r:.60}, where {has}; export safetensors")
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
     is_windowed = "sliding_attention" in types and window and window < config.max_position_embeddings
@@ -222,14 +222,14 @@ def plan_tensors(values: Sequence[Value], config: Any, where: str) -> list[FileT
         grouped.setdefault(name, []).append(value)
     planned = []
     for name, each in grouped.items():
-        found = mapped.get_name(name, try_suffixes=(".weight", ".bias"))
+        llama_name = mapped.get_name(name, try_suffixes=(".weight", ".bias"))
         module = name.split(".")[-2] if "." in name else name
         has_no_place = name.endswith(".bias") and module not in family.biases
-        if found is None or has_no_place or (found == "output.weight" and not family.has_own_head):
+        if llama_name is None or has_no_place or (llama_name == "output.weight" and not family.has_own_head):
             raise UserError(
                 f"{where}: {name}: llama.cpp's {family.architecture} has no such tensor; export safetensors"
             )
-        planned.append(_plan_tensor(found, name, sorted(each, key=_expert_number), config, family))
+        planned.append(_plan_tensor(llama_name, name, sorted(each, key=_expert_number), config, family))
     return planned
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,51 +57,72 @@ class GgufVocabulary:
 
 
 def describe_tokenizer(tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None = None) -> GgufVocabulary:
-    """A tokenizer of transformers, loaded from `folder`, for a model whose embedding has so many `rows`.
+    """Describes a tokenizer of transformers, loaded from `folder`, for a model whose embedding has `rows` rows.
 
     Args:
         pre_tokenizer: llama.cpp's name for how a text is cut, where tokenizer.json is not one of those known here.
 
     Raises `UserError` where llama.cpp has no tokenizer of its kind.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    described: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
-    model = described.get("model") or {}
-    if model.get("type") != "BPE":
-        kind = model.get("type") or type(tokenizer).__name__
-        raise UserError(f"{folder}: a tokenizer of the kind {kind}, which is not exported as GGUF; export safetensors")
-    if max(tokenizer.get_vocab().values()) >= rows:
-        raise UserError(f"{folder}: the tokenizer has ids beyond the model's {rows:,} embeddings; export its own one")
-    tokens, types = _list_tokens(tokenizer, rows, model)
+    described = _read_bpe(tokenizer, rows, folder)
+    model = described["model"]
     pairs = [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
-    plain, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
-    common = {
-        "tokens": tokens,
-        "types": types,
-        "special": _find_special(tokenizer, folder),
-        "adds_bos": tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id] != plain[:1],
-        "adds_eos": tokenizer.eos_token_id is not None and whole[-1:] == [tokenizer.eos_token_id] != plain[-1:],
-        "template": tokenizer.chat_template,
-        "notes": _list_hidden(tokenizer),
-        "strips_after": any(token.rstrip for token in tokenizer.added_tokens_decoder.values()),
-    }
+    common = _describe_tokens(tokenizer, rows, folder, model)
     parts = _list_parts(described.get("pre_tokenizer"))
-    if not model.get("byte_fallback") and any(part["type"] == "ByteLevel" for part in parts):
+    kinds = {part["type"] for part in parts}
+    if not model.get("byte_fallback") and "ByteLevel" in kinds:
         pre = pre_tokenizer or _name_pre_tokenizer(described, parts, has_merges=bool(pairs), folder=folder)
         merges = [" ".join(map(_spell, pair)) for pair in pairs] or NO_MERGES
         return GgufVocabulary("gpt2", pre, merges=merges, **common)
-    if not model.get("byte_fallback") or any(part["type"] not in ("Metaspace", "Split") for part in parts):
+    if not model.get("byte_fallback") or kinds - {"Metaspace", "Split"}:
         raise UserError(f"{folder}: a BPE that is neither byte-level nor SentencePiece's; export safetensors")
     doubts = _find_doubts(model["vocab"], set(pairs))
     adds_space = tokenizer.tokenize("a")[0].startswith(SPACE)
     # Gemma's kind, whose merges newer versions of llama.cpp follow.
     if doubts and common["adds_bos"] and not adds_space:
         return GgufVocabulary("gemma4", "gemma4", merges=[" ".join(pair) for pair in pairs], **common)
+    scores = _score_tokens(common["tokens"], pairs)
+    return GgufVocabulary("llama", "default", scores=scores, adds_space=adds_space, doubts=doubts, **common)
+
+
+def _read_bpe(tokenizer: Any, rows: int, folder: Path) -> dict[str, Any]:
+    """Returns the content of tokenizer.json; `UserError` unless it is a BPE, all of whose ids are below `rows`."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    described: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
+    kind = (described.get("model") or {}).get("type")
+    if kind != "BPE":
+        kind = kind or type(tokenizer).__name__
+        raise UserError(f"{folder}: a tokenizer of the kind {kind}, which is not exported as GGUF; export safetensors")
+    if max(tokenizer.get_vocab().values()) >= rows:
+        raise UserError(f"{folder}: the tokenizer has ids beyond the model's {rows:,} embeddings; export its own one")
+    return described
+
+
+def _describe_tokens(tokenizer: Any, rows: int, folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `GgufVocabulary` that every kind of tokenizer has."""
+    tokens, types = _list_tokens(tokenizer, rows, model)
+    bos = [tokenizer.bos_token_id]
+    eos = [tokenizer.eos_token_id]
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    complete = tokenizer.encode("a", add_special_tokens=True)
+    return {
+        "tokens": tokens,
+        "types": types,
+        "special": _find_special(tokenizer, folder),
+        "adds_bos": bos != [None] and complete[:1] == bos != plain[:1],
+        "adds_eos": eos != [None] and complete[-1:] == eos != plain[-1:],
+        "template": tokenizer.chat_template,
+        "notes": _list_hidden(tokenizer),
+        "strips_after": any(token.rstrip for token in tokenizer.added_tokens_decoder.values()),
+    }
+
+
+def _score_tokens(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]]) -> list[float]:
+    """SentencePiece's score of each token: minus the place of the first of the merges `pairs` that makes it."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):
         ranks.setdefault("".join(pair), rank)  # several pairs may make one token
-    scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
-    return GgufVocabulary("llama", "default", scores=scores, adds_space=adds_space, doubts=doubts, **common)
+    return [-float(ranks.get(token, len(ranks))) for token in tokens]
 
 
 def _spell(token: str) -> str:
@@ -169,14 +190,14 @@ def _is_byte(token: str) -> bool:
 
 def _find_special(tokenizer: Any, folder: Path) -> dict[str, int]:
     """The ids of special tokens. What ends an answer beside eos, as generation_config.json says, is "eot" and "eom"."""
-    found = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
     ends = read_json_object(folder / GENERATION_FILE).get("eos_token_id")
     ends = [number for number in (ends if isinstance(ends, list) else [ends]) if isinstance(number, int)]
-    if ends and found["eos"] not in ends:
-        found["eos"] = ends[0]
-    others = (number for number in ends if number != found["eos"])
-    found |= dict(zip(("eot", "eom"), others, strict=False))
-    return {key: number for key, number in found.items() if number is not None}
+    if ends and ids["eos"] not in ends:
+        ids["eos"] = ends[0]
+    others = (number for number in ends if number != ids["eos"])
+    ids |= dict(zip(("eot", "eom"), others, strict=False))
+    return {key: number for key, number in ids.items() if number is not None}
 
 
 def _list_parts(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

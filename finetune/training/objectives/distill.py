@@ -110,9 +110,15 @@ def find_stored_teacher(
     folders = {name: cache_folder(recipe.data) / f"teacher-{key}" / name for name in stored}
 
     def recall() -> dict[str, StoredTeacher]:
-        found = {name: _recall(folders[name], each, recipe) for name, each in stored.items()}
-        whole = ranks.on_all(lambda: sorted(name for name, each in found.items() if each is not None))
-        return {name: each for name, each in found.items() if each is not None and all(name in of for of in whole)}
+        """The batches whose answers are complete on every rank."""
+        here = {}
+        for name, each in stored.items():
+            teacher = _recall(folders[name], each, recipe)
+            if teacher is not None:
+                here[name] = teacher
+        names_by_rank = ranks.on_all(lambda: sorted(here))
+        everywhere = set(here).intersection(*names_by_rank)
+        return {name: teacher for name, teacher in here.items() if name in everywhere}
 
     known = recall()
     missing = [name for name in stored if name not in known]
@@ -132,7 +138,7 @@ def find_stored_teacher(
 
 def _recall(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeacher | None:
     """What `_store` has kept in `folder` of all examples; None where it is not there, or damaged."""
-    found: list[tuple[NDArray[Any], ...]] = []
+    arrays: list[tuple[NDArray[Any], ...]] = []
     rows = 0
     for path in sorted(folder.glob("*.json")):
         files = {part: path.with_name(f"{path.stem}-{part}.npy") for part in PARTS}
@@ -140,17 +146,17 @@ def _recall(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeach
         if any(not file.is_file() or checksum(file) != described.get(file.name) for file in files.values()):
             return None
         rows = described["rows"]
-        found.append(tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in files.values()))
+        arrays.append(tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in files.values()))
     places = np.full((len(batches.examples), 3), -1, np.int64)
-    for number, (examples, _, _) in enumerate(found):
+    for number, (examples, _, _) in enumerate(arrays):
         ids, counts = examples.T
         places[ids] = np.stack([np.full(len(ids), number), counts.cumsum() - counts, counts], 1)
     wanted = np.unique(np.concatenate([documents_of(batches, step) for step in steps_of(batches)]))
-    if not found or (places[wanted, 2] != batches.examples.trained[wanted]).any():
+    if not arrays or (places[wanted, 2] != batches.examples.trained[wanted]).any():
         return None
     keys = recipe.method
     options = DivergenceOptions(keys.distill_beta, keys.temperature, keys.distill_alpha)
-    return StoredTeacher([(ids, scores) for _, ids, scores in found], places, rows, options)
+    return StoredTeacher([(ids, scores) for _, ids, scores in arrays], places, rows, options)
 
 
 def _store(

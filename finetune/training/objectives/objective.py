@@ -29,7 +29,8 @@ class Measured:
 
     def detach(self) -> "Measured":
         """The same without the graph."""
-        metrics, maxima = ({name: value.detach() for name, value in of.items()} for of in (self.metrics, self.maxima))
+        metrics = {name: value.detach() for name, value in self.metrics.items()}
+        maxima = {name: value.detach() for name, value in self.maxima.items()}
         return Measured(self.loss_sum.detach(), metrics, maxima)
 
     def average(self, count: int, world: World) -> tuple[float, dict[str, float]]:

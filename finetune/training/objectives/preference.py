@@ -193,8 +193,8 @@ class RatingObjective(Objective):
             assert each.mismatched is not None, "rated answers come with mismatched ones"
             other = each.mismatched.to(world.device)
             with evaluating(model):
-                found, _ = sum_log_probabilities(model, other, other.inputs, self.sequence_group)
-                total += mean(found - self.reference(model, other))
+                log_probabilities, _ = sum_log_probabilities(model, other, other.inputs, self.sequence_group)
+                total += mean(log_probabilities - self.reference(model, other))
         world.sum(total)
         return replace(self, kl=(total[0] / total[1].clamp(min=1)).clamp(min=0))
 
