@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from finetune.data.messages import IMAGE, REASONING_KEYS, BadRow, Message
+from finetune.data.messages import IMAGE, REASONING_KEYS, BadRow, Message, count_common
 from finetune.data.tokenizer import Renderer, Tools, apply_template
 
 # Of Unicode's characters that no text may hold: one begins a mark, ten are the digits of its number, and one ends it.
@@ -32,6 +32,8 @@ class Mark:
     message: int  # its index
     part: str  # of the message: a key, or an argument of a call by its number
     ends: bool = False  # it stands behind the words of an assistant, not before them or amid those of another role
+    lead: str = ""  # the words of another role before it
+    begin: int = 0  # where these begin in the text, as far as the template writes them as they are
 
     @property
     def name(self) -> tuple[int, str, bool]:
@@ -91,7 +93,7 @@ def trace(text: str, messages: Sequence[Message], tools: Tools, renderer: Render
     if not text.startswith(prompt.text) or not own.text.endswith(text[end:]):
         raise BadRow("its text is not what the chat template writes; use another chat_template")
     shift = len(text) - len(own.text)
-    answered = (replace(mark, position=mark.position + shift) for mark in own.marks)
+    answered = (replace(mark, position=mark.position + shift, begin=mark.begin + shift) for mark in own.marks)
     return (*prompt.marks, *(mark for mark in answered if mark.position >= end))
 
 
@@ -120,7 +122,9 @@ def _mark(
     position = 0
     for words, character in zip(pieces[::2], pieces[1::2], strict=False):
         position += len(words)
-        mark = replace(names[int(character.translate(READ))], position=position)
+        mark = names[int(character.translate(READ))]
+        lead = count_common(mark.lead[::-1], text[position - len(mark.lead) : position][::-1])
+        mark = replace(mark, position=position, begin=position - lead)
         is_repeated = mark.part.endswith(FUNCTION_NAME) and any(mark.name == other.name for other in marks)
         marks += [] if is_repeated else [mark]  # a result may repeat its function's name
     return tuple(marks)
@@ -135,13 +139,13 @@ def _mark_message(message: Message, index: int, names: list[Mark]) -> Message:
         end = len(words) - _measure_padding(words[::-1])
         if not is_assistant:
             middle = (begin + end) // 2  # how a content begins and ends may decide what a template makes of it
-            return words[:middle] + write(part, False) + words[middle:]
+            return words[:middle] + write(part, lead=words[:middle]) + words[middle:]
         if begin >= end:
             return words
-        return words[:begin] + write(part, False) + words[begin:end] + write(part, True) + words[end:]
+        return words[:begin] + write(part) + words[begin:end] + write(part, ends=True) + words[end:]
 
-    def write(part: str, ends: bool) -> str:
-        names.append(Mark(0, index, part, ends))
+    def write(part: str, *, ends: bool = False, lead: str = "") -> str:
+        names.append(Mark(0, index, part, ends, lead))
         return f"\ufdd0{str(len(names) - 1).translate(WRITTEN)}\ufddb"
 
     def mark_values(value: Any, part: str) -> Any:

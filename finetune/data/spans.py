@@ -236,13 +236,17 @@ def _find_rewritten(
     if begins is None or not is_known:
         raise _unknown(i)
     start = begins.position
-    limit = min((mark.position for mark in marks if mark.message != i and mark.position > start), default=len(text))
+    others = [mark.begin for mark in marks if mark.message != i and mark.position > start]
+    limit = max(start, min(others, default=len(text)))
     last = max((place for place in places if start <= place <= limit), default=start)
     spans = [(start, last + _measure_end(text[last:limit], renderer))]
     for message, run in groupby(marks, lambda mark: mark.message):
         own = list(run)
         if message == i and own[0].position > limit:
-            spans.append((own[0].position, _end_words(text, own[-1], renderer)))
+            place = own[-1].position
+            following = [mark.begin for mark in marks if mark.message != i and mark.position > place]
+            end = _end_words(text, own[-1], renderer)
+            spans.append((own[0].position, min([end, *following])))
     return tuple(spans)
 
 
@@ -369,7 +373,7 @@ def refuse_faults(
         role = conversation.messages[mark.message]["role"]
         name = f"message {mark.message + 1} ({role})"
         if not conversation.trained[mark.message]:
-            if any(start < mark.position < end for start, end in spans):
+            if any(start < mark.position and mark.begin < end for start, end in spans):
                 raise BadRow(f"the chat template writes {name} into an answer that is trained; {ADVICE}")
         elif not mark.ends or renderer.has_markers:
             continue  # its beginning may be the prompt's, and what markers leave out is left out on purpose

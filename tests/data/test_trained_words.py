@@ -400,6 +400,20 @@ def test_both_sides_of_a_pair_are_trained_from_the_same_place_on(name: str, befo
     assert "".join(answers[0]).count("</think>") == len(answers[0]) * ("</think>" in answers[1][0])
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "result"),
+    [("glm4.7", "", "RESULT<|end|>AND MUCH MORE"), ("gemma4", "WORDS<|channel>thought\n", "RESULT")],
+)
+def test_a_turn_that_a_later_one_rewrites_ends_before_the_words_of_others(name: str, content: str, result: str) -> None:
+    """Found by the ten thousand: a result that holds a token at which generation stops, and words that are cut off."""
+    checked = open_template(TEMPLATES[name])
+    call = {**CALLS[0], "content": content}
+    row = {"messages": [ASKED, call, {**CALLS[1], "content": result}, GOOD, *AGAIN], "tools": TOOLS}
+    texts = render_turns(parse_row(row, SOURCE).document, checked.renderers["whole"])
+    said = "|".join(decode_trained(texts, checked.tokenizer, checked.encoder))
+    assert "RESULT" not in said and said.count("GOOD") == said.count("SECOND ANSWER") == 1
+
+
 # Templates that write the words of one message into the turn of another.
 QUOTES = (
     "{%- for m in messages -%}<|im_start|>{{ m['role'] + '\n' }}"
