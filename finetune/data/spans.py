@@ -243,10 +243,10 @@ def _find_rewritten(
     for message, run in groupby(marks, lambda mark: mark.message):
         own = list(run)
         if message == i and own[0].position > limit:
-            place = own[-1].position
-            following = [mark.begin for mark in marks if mark.message != i and mark.position > place]
-            end = _end_words(text, own[-1], renderer)
-            spans.append((own[0].position, min([end, *following])))
+            following = [mark.begin for mark in marks[marks.index(own[-1]) + 1 :] if mark.message != i]
+            end = min([_end_words(text, own[-1], renderer), *following])
+            if end > own[0].position:  # Gemma 4 may have left out all of the content
+                spans.append((own[0].position, end))
     return tuple(spans)
 
 

@@ -402,7 +402,11 @@ def test_both_sides_of_a_pair_are_trained_from_the_same_place_on(name: str, befo
 
 @pytest.mark.parametrize(
     ("name", "content", "result"),
-    [("glm4.7", "", "RESULT<|end|>AND MUCH MORE"), ("gemma4", "WORDS<|channel>thought\n", "RESULT")],
+    [
+        ("glm4.7", "", "RESULT<|end|>AND MUCH MORE"),
+        ("gemma4", "WORDS<|channel>thought\n", "RESULT"),
+        ("gemma4", "<|channel>thought\nWORDS", "RESULT"),
+    ],
 )
 def test_a_turn_that_a_later_one_rewrites_ends_before_the_words_of_others(name: str, content: str, result: str) -> None:
     """Found by the ten thousand: a result that holds a token at which generation stops, and words that are cut off."""
