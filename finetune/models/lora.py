@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from finetune.config.families import find_family
 from finetune.config.module_names import (
@@ -442,7 +442,7 @@ def add_product(sums: Tensor, left: Tensor, right: Tensor, *, may_be_kept: bool 
     return torch.addmm(sums, left, right, out=None if may_be_kept else sums)
 
 
-@torch.library.custom_op("finetune::add_product", mutates_args=("sums",))
+@library.custom_op("finetune::add_product", mutates_args=("sums",))
 def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
     torch.addmm(sums, left, right, out=sums)
 
