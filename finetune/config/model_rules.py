@@ -193,7 +193,7 @@ def _describe_other_quantization(case: Case) -> list[str]:
     return [f"{key}: {str(case[key]).lower()}: {reason}; remove {key}, or name the unquantized model" for key in keys]
 
 
-SMALLEST_FP8_HIDDEN = 4096  # the smallest at which FP8 was seen to be faster; docs/performance.md
+SMALLEST_FP8_HIDDEN = 4096  # the smallest at which FP8 was seen to be faster; docs/layouts.md
 
 
 def _has_fp8_layer(case: Case) -> bool:

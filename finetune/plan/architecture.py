@@ -443,7 +443,8 @@ def _is_in_table(config: Mapping[str, Any]) -> bool:
 def _read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The config with the family's defaults. Raises `UserError` where a size is missing."""
     defaults = find_family(str(config.get("model_type"))).defaults
-    sizes = {**defaults, **{key: value for key, value in config.items() if value is not None or key == WHOLE}}
+    given = {key: value for key, value in config.items() if value is not None or key == WHOLE}  # None: tower dropped
+    sizes = {**defaults, **given}
     missing = [key for key in REQUIRED_SIZES if not isinstance(sizes.get(key), int)]
     if missing:
         raise UserError(
