@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("HF_DATASETS_CACHE", None)
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 import yaml  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
@@ -42,17 +43,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # What starts ranks first: a file that takes minutes, begun last, would leave the other process without work.
         items.sort(key=lambda item: item.path.parent.name not in ("training", "models", "cuda_without_gpu"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked:
-        import torch
-
-        if not torch.cuda.is_available():
-            for item in marked:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if marked and not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish() -> None:
     """All tests are imported."""
     freeze_imports()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test draws the same random weights, whichever tests ran before it in its process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

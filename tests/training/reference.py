@@ -40,9 +40,7 @@ class Alone:
 def train(
     recipe_path: Path,
     prepare: Callable[[Any], None] = lambda model: None,
-    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = lambda trained: torch.optim.AdamW(
-        trained, lr=0.0, weight_decay=0.0
-    ),
+    make_optimizer: "Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None" = None,
     label_smoothing: float = 0.0,
     other: Any = None,
     loss_of: "Callable[[Documents], torch.Tensor] | None" = None,
@@ -69,7 +67,10 @@ def train(
         model = _with_adapters(model, recipe)
     prepare(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(trained)
+    if make_optimizer is None:
+        optimizer: Any = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, eps=recipe.optimization.adam_epsilon)
+    else:
+        optimizer = make_optimizer(trained)
     steps, results, coefficient = data.train.steps, [], recipe.model.router_aux_loss_coef
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -96,7 +97,9 @@ def train(
             compare = before is not None
             loss = _compare(documents, recipe, is_good) if compare else _cross_entropy(documents, label_smoothing)
         (loss + coefficient * _auxiliary(model, router_logits) if coefficient else loss).backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, recipe.optimization.max_grad_norm or math.inf)
+        # In fp64: torch's own fp32 norm of 400,000 gradients on a CPU is 1e-5 too small.
+        norm = torch.nn.utils.get_total_norm([p.grad.double() for p in trained if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(trained, recipe.optimization.max_grad_norm or math.inf, norm)
         optimizer.step()
         optimizer.zero_grad()
         results.append((loss.item(), norm.item()))

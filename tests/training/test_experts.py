@@ -86,7 +86,7 @@ def test_losses_and_gradients_are_those_of_transformers(
     family: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path]
 ) -> None:
     """With the auxiliary loss in the gradients, whatever the split of the step's rows over ranks and micro-batches."""
-    lines = assert_losses(runs(family, layout, ranks), reference.losses(recipes[family]), norms=1e-4)
+    lines = assert_losses(runs(family, layout, ranks), reference.losses(recipes[family]))
     assert {"router_aux_loss" in line for line in lines} == {family in BALANCED}
 
 

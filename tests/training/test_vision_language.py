@@ -213,6 +213,6 @@ def test_further_families_train_as_the_whole_class(tmp_path: Path) -> None:
     runs = train_families(tmp_path, recipes, wanted + on_two, wanted)
     for family in MORE:
         for layout, ranks in (("single", 1), ("full_shard", 2), ("ddp", 2)):
-            assert_losses(runs(family, layout, ranks), reference.losses(recipes[family]), norms=1e-4)
+            assert_losses(runs(family, layout, ranks), reference.losses(recipes[family]))
         for run in (runs(family, "single", 1), runs(f"{family}-lora", "single", 1)):
             open_whole(run / "export")
