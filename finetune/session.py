@@ -25,7 +25,7 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import Sharding
 from finetune.config.module_names import adopt_published_names
-from finetune.config.pretrained import complete_lora, load_config, read_facts, trained_config
+from finetune.config.pretrained import complete_lora, load_config, read_facts, set_head, trained_config
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
 from finetune.config.user_code import expect_recipe, explained, place_of
@@ -33,7 +33,7 @@ from finetune.constants import EXPORT
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Prompt
 from finetune.data.prepare import PreparedData, batch_rows, prepare_data
-from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
+from finetune.data.tokenizer import find_pad_id, load_tokenizer, plan_vocabulary
 from finetune.distributed.join import describe_machine, join, leave, use_deterministic_kernels
 from finetune.distributed.world import RankGroup
 from finetune.errors import UserError, set_library_environment
@@ -177,6 +177,8 @@ class Session:
         recipe = adopt_quantization(recipe, facts)
         check_offload_dir(recipe, self.world)
         config = trained_config(config, recipe.model)
+        self._scores = recipe.score_names, find_pad_id(self.tokenizer)
+        set_head(config, *self._scores)
         RankGroup(self.world).on_main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
         self._data: PreparedData | None = None  # all rows are given
         if recipe.data.datasets:
@@ -245,7 +247,8 @@ class Session:
         keys = recipe.quantization, recipe.optimization, self._vocabulary, recipe.quantization_aware
         with self.computing():
             images = self._blank_document
-            model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys, blank_document=images)
+            keywords: Any = {"blank_document": images, "scores": self._scores}
+            model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys, **keywords)
             if data is not None and data.report.is_complete and data.images is None and trains_tower(model):
                 raise UserError(
                     "trainable_modules: names parts of the model that only images reach, and no row holds one; "
@@ -265,7 +268,8 @@ class Session:
         images = self._blank_document
         keys = recipe.quantization, recipe.optimization, self._vocabulary
         if is_here(recipe.model):
-            build_model(recipe.model, recipe.lora, recipe.run.seed, self.world, *keys, blank_document=images)
+            keywords: Any = {"blank_document": images, "scores": self._scores}
+            build_model(recipe.model, recipe.lora, recipe.run.seed, self.world, *keys, **keywords)
         if recipe.teacher is not None and is_here(recipe.teacher):
             build_teacher(recipe, self.world)
 

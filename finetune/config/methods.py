@@ -129,9 +129,18 @@ class RolloutKeys:
 
 
 DEFAULT_METHOD = "sft"
-RowKind = Literal["answers", "pairs", "ratings", "prompts"]
-# Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one.
-GROUP_SIZES: Mapping[RowKind, int] = {"answers": 1, "pairs": 2, "ratings": 2, "prompts": 1}
+RowKind = Literal["answers", "pairs", "ratings", "prompts", "scored_pairs", "classes"]
+# Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one;
+# a document with its class.
+GROUP_SIZES: Mapping[RowKind, int] = {
+    "answers": 1,
+    "pairs": 2,
+    "ratings": 2,
+    "prompts": 1,
+    "scored_pairs": 2,
+    "classes": 1,
+}
+SCORED: tuple[RowKind, ...] = ("scored_pairs", "classes")  # whose documents have one label, at their last token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +164,11 @@ class MethodFacts:
     def samples(self) -> bool:
         """Whether it learns from completions that the model in training samples."""
         return self.rows == "prompts"
+
+    @property
+    def scores(self) -> bool:
+        """Whether a head of scores is trained in place of the vocabulary's, which reads a document's last token."""
+        return self.rows in SCORED
 
     @property
     def documents(self) -> int:
@@ -198,8 +212,13 @@ METHODS: Mapping[str, MethodFacts] = {
         needs_teacher=True, defaults={"loss_type": DEFAULT_POLICY_LOSS, "num_generations": 1},
         losses=tuple(name for name, loss in POLICY_LOSSES.items() if loss.average != "sums"),
     ),
+    "reward": MethodFacts(
+        says="learns to score answers from pairs: a reward model", rows="scored_pairs",
+        keys=("center_rewards_coefficient",),
+    ),
+    "classify": MethodFacts(says="learns which of the classes a text or a conversation belongs to", rows="classes"),
 }  # fmt: skip
-PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows == "pairs")
+PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows in ("pairs", "scored_pairs"))
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
 REWARDED = tuple(name for name, facts in METHODS.items() if facts.samples and not facts.needs_teacher)
 TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher and not facts.samples)
@@ -248,14 +267,17 @@ class Method:
         "files, and the divergence is over them and all others together. null: ask it in each step."] = None
     distill_alpha: Annotated[float, Gt(0), Le(1), SameOnResume,
         "distill: the weight of the divergence; the rest is the weight of the labels' cross entropy."] = 1.0
+    center_rewards_coefficient: Annotated[float | None, Gt(0), SameOnResume,
+        "reward: add the square of the two scores' sum, times this, so that scores lie around zero "
+        "(Eisenstein et al. 2023)."] = None
 # fmt: on
 
 
 # The keys of an entry of `datasets` that name columns of only some rows.
 COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
-    "chosen_column": ("pairs", "ratings"),
-    "rejected_column": ("pairs", "ratings"),
-    "label_column": ("ratings",),
+    "chosen_column": ("pairs", "scored_pairs", "ratings"),
+    "rejected_column": ("pairs", "scored_pairs", "ratings"),
+    "label_column": ("ratings", "classes"),
 }
 
 

@@ -93,6 +93,42 @@ def trained_config(config: Any, model: Model) -> Any:
     return text_config
 
 
+SCORING_CLASS = "ForSequenceClassification"  # the end of the name of a class with a head of scores
+
+
+def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
+    """Makes `config` name the class with the head that a method trains: of `scores` by name, or the vocabulary's.
+
+    pad_id: The id that fills up rows, behind which that class looks for the last token.
+
+    Raises:
+        UserError: transformers has no class with a head of scores for this type of model.
+    """
+    if not scores:
+        if has_scores_class(config):
+            config.architectures = None
+        return
+    from transformers import AutoModelForSequenceClassification
+
+    mapping: Any = AutoModelForSequenceClassification._model_mapping
+    if type(config) not in mapping:
+        raise UserError(
+            f"{config.model_type}: transformers has no class for sequence classification of this type, which scores "
+            "documents; name another model"
+        )
+    config.architectures = [mapping[type(config)].__name__]
+    config.id2label = dict(enumerate(scores))
+    config.label2id = {name: index for index, name in enumerate(scores)}
+    config.problem_type = "single_label_classification" if len(scores) > 1 else None
+    config.tie_word_embeddings = False
+    config.pad_token_id = pad_id
+
+
+def has_scores_class(config: Any) -> bool:
+    """Whether a transformers config names a class with a head of scores."""
+    return any(name.endswith(SCORING_CLASS) for name in getattr(config, "architectures", None) or ())
+
+
 def text_config_of(config: Any) -> Any:
     """Returns the part of a transformers config that its language model has; all of it where there is no other part."""
     return getattr(config, "text_config", None) or config

@@ -159,7 +159,8 @@ class DatasetSource:
         "The column that holds the better answer of a pair, or the conversation that ends in it."] = None
     rejected_column: Annotated[str | None, "The column that holds the worse one."] = None
     label_column: Annotated[str | None,
-        "The column that rates an answer: true for a good one, false for a bad one."] = None
+        "The column that rates an answer: true for a good one, false for a bad one; or that names a row's class."
+    ] = None
     image_folder: Annotated[str | None, FileName,
         "Where the paths of images begin; null: the folder of the file that names them."] = None
     alpaca_prompt: Annotated[bool,
@@ -207,6 +208,9 @@ class Data:
         "Train on the words of the answers' reasoning too; false: on the tags around it and the rest."] = True
     on_bad_row: Annotated[Literal["error", "skip"], SameOnResume,
         "What is done with a row that fits no known format; skips are counted."] = "error"
+    labels: Annotated[tuple[str, ...], SameOnResume,
+        "classify: the names of the classes, in the order of the scores. A row has one of them in label_column, or its "
+        "place in this list, from 0."] = ()
     streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
     dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; null: one for each core."] = None
     dataset_cache_dir: Annotated[str | None, "Where tokenized rows are kept; null: in the Hugging Face cache."] = None
@@ -438,6 +442,13 @@ class Recipe:
         )
 
     @property
+    def score_names(self) -> tuple[str, ...]:
+        """The names of the scores that the output head computes; none where it has the vocabulary's."""
+        if not self.method_facts.scores:
+            return ()
+        return self.data.labels if self.method_facts.rows == "classes" else (self.method.method,)
+
+    @property
     def samples_itself(self) -> bool:
         """Whether the model in training samples the completions that it learns from, not a server."""
         return self.method_facts.samples and self.rollout.vllm_server_base_url is None
@@ -452,6 +463,8 @@ class Recipe:
     @property
     def document_data(self) -> Data:
         """`data`, with the limits of its documents: prompts leave room for completions, and none is cut."""
+        if self.method_facts.scores:  # a document that is cut has lost the token that is scored
+            return replace(self.data, overlength=self.data.overlength or "drop")
         if not self.method_facts.samples:
             return self.data
         most = self.data.max_length - self.rollout.max_completion_length

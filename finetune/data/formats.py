@@ -101,6 +101,7 @@ class Group:
 
     documents: tuple[Document, ...]
     rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
+    score: int | None = None  # the class of its documents, of which the last token is scored; None: they are not
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,12 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
     return ParsedRow((Group(pair),), "preference", columns.unused, findings)
 
 
+def parse_scored_pair(row: Row, source: DatasetSource) -> ParsedRow:
+    """Reads a preference row, of whose answers a reward model scores the last token. Raises `BadRow`."""
+    parsed = parse_pair(row, source)
+    return replace(parsed, groups=tuple(replace(group, score=0) for group in parsed.groups))
+
+
 def is_empty_answer(document: Document) -> bool:
     """Whether nothing stands in what is trained on."""
     if isinstance(document, Completion):

@@ -54,6 +54,7 @@ class RenderedText:
     is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
+    score: int | None = None  # its class, where the last token is scored and nothing else is trained on
     rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
     tokens: TokenRow | None = None  # in place of a text, where the row has ids
     turns: Mapping[int, Span] = field(default_factory=dict)  # message index -> where it stands, of trained answers
@@ -364,6 +365,19 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             ):
                 return _render_asked(document, asked, renderer)
             return _render_whole(document, asked, renderer)
+
+
+def render_scored(document: Document, renderer: Renderer) -> RenderedText:
+    """A document whose last token is scored: a conversation as the template writes it, whoever speaks last.
+
+    It is one piece to the tokenizer, as it is to whoever asks for the score of the same text.
+    """
+    if not isinstance(document, Conversation):
+        return replace(render(document, renderer), spans=())
+    own = add_variables(read_parts(renderer) if document.images else renderer, document.variables)
+    text = apply_template(own, read_messages(document, own), document.tools or own.tools)
+    findings = check_prompt(Question(document, ""), text, renderer.has_template)
+    return RenderedText(text, (), False, tuple(findings))
 
 
 def find_image_token(renderer: Renderer) -> str:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from finetune.config.methods import GROUP_SIZES, RowKind
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX, count_cores
+from finetune.data.classes import parse_class
 from finetune.data.findings import Tally
 from finetune.data.formats import Conversation, Document, Group, ParsedRow, Row, parse_row
 from finetune.data.images import ImageProcessor, hash_images, holds_images, read_image
@@ -30,9 +31,18 @@ from finetune.data.preferences import (
     parse_pair,
     parse_prompt,
     parse_ratings,
+    parse_scored_pair,
 )
 from finetune.data.readers import RepeatedKeys
-from finetune.data.render import COMPARED, RenderedText, find_image_token, render, render_turns, write_images
+from finetune.data.render import (
+    COMPARED,
+    RenderedText,
+    find_image_token,
+    render,
+    render_scored,
+    render_turns,
+    write_images,
+)
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
 from finetune.data.tokenizer import (
@@ -55,11 +65,12 @@ class GroupReader:
     """Reads rows as the groups that a method compares. Grows while the rows of a source are read, in their order."""
 
     kind: RowKind
+    labels: tuple[str, ...] = ()  # the names of the classes
     earlier: Document | None = None  # the last rated answer that was read
 
     def read(self, rows: Sequence[Row | BadRow], source: DatasetSource) -> list[ParsedRow | BadRow]:
         """The groups of each of `rows`, or what is wrong with it."""
-        read = [_read_row(row, source, self.kind) for row in rows]
+        read = [_read_row(row, source, self.kind, self.labels) for row in rows]
         return self._add_mismatched(read) if self.kind == "ratings" else read
 
     def _add_mismatched(self, read: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
@@ -83,13 +94,15 @@ def render_group(
     encoded = _encode_texts(texts)
     findings: tuple[str, ...] = ()
     if len(group.documents) == 1:
-        return texts, findings
+        return tuple(replace(text, score=group.score) for text in texts), findings
     if not group.rating:
         texts = _begin_alike(group, texts, renderer)
         findings = tuple(_check_pair(group, texts))
     if {"sides_equal", "side_empty", "side_untrained"} & set(findings):
         return (), findings
     group_hash = _hash_group(group, texts, encoded)
+    if group.score is not None:
+        texts = tuple(replace(text, spans=(), score=group.score) for text in texts)
     return tuple(replace(text, group_hash=group_hash, rating=group.rating) for text in texts), findings
 
 
@@ -100,8 +113,12 @@ def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[R
         images = [read_image(image, folder) for image in getattr(document, "images", ())]
         if images:
             find_image_token(renderer)  # a text model's template would only say that it expects text
-        is_alone = len(group.documents) == 1
-        rendered = render_turns(document, renderer) if is_alone else (render(document, renderer),)
+        if len(group.documents) > 1:
+            rendered: tuple[RenderedText, ...] = (render(document, renderer),)
+        elif group.score is not None:
+            rendered = (render_scored(document, renderer),)
+        else:
+            rendered = render_turns(document, renderer)
         texts += [write_images(text, document, images, renderer) for text in rendered]
     return tuple(texts)
 
@@ -158,7 +175,7 @@ def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> Pars
     return BadRow("no answer to another prompt among the rows around it, from which the KL term is estimated")
 
 
-def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> ParsedRow | BadRow:
+def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind, labels: tuple[str, ...]) -> ParsedRow | BadRow:
     if isinstance(row, BadRow):
         return row
     misnamed = [name for name in row if not isinstance(name, str)]  # by a user's function
@@ -166,7 +183,7 @@ def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> Parsed
         return BadRow(f"a column's name is {misnamed[0]!r}, and text is expected")
     try:
         "".join(row).encode()  # names of columns are shown in messages and stored in reports
-        return READERS[kind](row, source)
+        return parse_class(row, source, labels) if kind == "classes" else READERS[kind](row, source)
     except BadRow as problem:
         return problem
     except UnicodeEncodeError:
@@ -178,6 +195,7 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource], ParsedRow]] = {
     "pairs": parse_pair,
     "ratings": parse_ratings,
     "prompts": parse_prompt,
+    "scored_pairs": parse_scored_pair,
 }
 
 
@@ -251,7 +269,7 @@ def tokenize_rows(
     stats.is_rated = kind == "ratings"
     stats.is_asked = kind == "prompts"
     renderer = make_renderer_of(data, tokenizer)
-    reader = GroupReader(kind)
+    reader = GroupReader(kind, data.labels)
     encoder = make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
@@ -463,6 +481,9 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     run_lengths = np.array([len(ids) for _, ids in runs], np.int64)
     is_trained = np.repeat([trained for trained, _ in runs], run_lengths)
     labels = _make_labels(input_ids, is_trained, ends[lengths > 0])
+    for document, start, end in zip(documents, ends - lengths, ends, strict=True):
+        if document.score is not None:
+            _label_last(labels[start:end], input_ids[start:end], document.score, encoder.pad_id)
     labels_before = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
     kept = [document.row.encode() for document in documents]
     return Tokens(
@@ -509,6 +530,18 @@ def _make_labels(
     labels[:-1] = np.where(is_trained[1:], input_ids[1:], IGNORE_INDEX)
     labels[ends - 1] = IGNORE_INDEX  # the next token belongs to another document
     return labels
+
+
+def _label_last(labels: NDArray[np.int32], input_ids: NDArray[np.int32], score: int, pad_id: int | None) -> None:
+    """Gives a document one label: its class, at its last token that is not the pad token.
+
+    There transformers' own classes for sequence classification read the score, also where a text ends with the pad
+    token, as it does where that is the tokenizer's end of text.
+    """
+    labels[:] = IGNORE_INDEX
+    scored = np.flatnonzero(input_ids != pad_id)
+    if len(scored):
+        labels[scored[-1]] = score
 
 
 def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:

@@ -201,6 +201,7 @@ class Encoder:
     added_tokens: tuple[str, ...]  # which it finds in a text before anything else; special tokens are among them
     # The ids of a newline, if the tokenizer puts a space before every text (as SentencePiece does); otherwise empty.
     newline_ids: list[int]
+    pad_id: int | None = None  # as `find_pad_id`
 
 
 def make_encoder(tokenizer: Any) -> Encoder:
@@ -209,7 +210,14 @@ def make_encoder(tokenizer: Any) -> Encoder:
     bare = backend.encode("a", add_special_tokens=False).ids
     newline, with_newline = (backend.encode(text, add_special_tokens=False).ids for text in ("\n", "\na"))
     added = tuple(token.content for token in backend.get_added_tokens_decoder().values())
-    return Encoder(backend, encode_bos(tokenizer), added, [] if with_newline == newline + bare else newline)
+    newline_ids = [] if with_newline == newline + bare else newline
+    return Encoder(backend, encode_bos(tokenizer), added, newline_ids, find_pad_id(tokenizer))
+
+
+def find_pad_id(tokenizer: Any) -> int | None:
+    """The id that fills up rows: the pad token's, else that of the end of text; None where there is neither."""
+    pad: int | None = getattr(tokenizer, "pad_token_id", None)
+    return getattr(tokenizer, "eos_token_id", None) if pad is None else pad
 
 
 CONTEXT = 64  # characters around a border in which a token that crosses it is looked for

@@ -31,6 +31,20 @@ def trunk_of(model: Any) -> Any:
     return part.model if hasattr(part, "lm_head") and part is not base else part  # Llama 4 holds a ...ForCausalLM
 
 
+SCORES = "score"  # the head of transformers' classes for sequence classification
+
+
+def head_of(model: Any) -> Any:
+    """The output head of `model`: the vocabulary's, or that of scores."""
+    head = model.get_output_embeddings()
+    return getattr(model, SCORES) if head is None else head
+
+
+def has_scores(model: Any) -> bool:
+    """Whether the output head computes scores of a document, and not of the tokens of a vocabulary."""
+    return model.get_output_embeddings() is None and isinstance(getattr(model, SCORES, None), nn.Linear)
+
+
 def language_model_of(model: Any) -> Any:
     """The model that transformers' switches of its language model are to be set on: itself, if it is nothing else."""
     return trunk_of(model) if has_other_parts(model) else model
@@ -53,7 +67,7 @@ def text_names(model: Any) -> tuple[str, ...]:
     """The beginnings of the names of all parameters that work on text; ("",) where all do."""
     if not has_other_parts(model):
         return ("",)
-    ends = (trunk_of(model), model.get_output_embeddings())
+    ends = (trunk_of(model), head_of(model))
     return tuple(f"{name}." for name, module in model.named_modules() if any(module is end for end in ends))
 
 

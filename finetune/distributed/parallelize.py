@@ -26,6 +26,7 @@ from finetune.distributed.model_parts import (
     decoder_layers,
     find_local_slices,
     has_trained,
+    head_of,
     local_part,
     other_parts,
     tied_names,
@@ -184,7 +185,7 @@ def _classes_of_size(model: Any, min_num_params: int) -> tuple[str, ...]:
         and not isinstance(module, nn.ModuleList)
         and all(inner is not embedding for inner in module.modules())
     }
-    return tuple(sorted(large - {type(model.get_output_embeddings()).__name__}))
+    return tuple(sorted(large - {type(head_of(model)).__name__}))
 
 
 @contextmanager

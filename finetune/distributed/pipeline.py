@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config.layout import split_layers
 from finetune.constants import COMPUTE_DTYPE
-from finetune.distributed.model_parts import trunk_of
+from finetune.distributed.model_parts import head_of, trunk_of
 from finetune.distributed.world import PIPELINE, World, gather_json
 from finetune.errors import UserError
 
@@ -79,7 +79,7 @@ class Pipeline:
         self._first_rank = ranks[0]
         self._last_rank = ranks[-1]
         self._trunk = trunk_of(model)
-        self._head = model.get_output_embeddings()
+        self._head = head_of(model)
         self._embedding = model.get_input_embeddings()
         costs = [_count_multiplied(layer) for layer in layers]
         costs[-1] += _count_multiplied(self._head)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from finetune.config.layout import describe_sizes
-from finetune.distributed.model_parts import find_local_slices
+from finetune.distributed.model_parts import find_local_slices, head_of
 from finetune.distributed.world import TENSOR, World
 from finetune.errors import UserError
 
@@ -85,7 +85,7 @@ def divide_matrices(model: Any, world: World) -> None:
     _check_plan(model, f"{world.sharding.source}: {describe_sizes(world.sharding.mesh_sizes or {})}")
     assert world.mesh is not None
     mesh = world.mesh[TENSOR]
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    tied = model.get_input_embeddings().weight is head_of(model).weight
     plan = {f"{model.base_model_prefix}.{pattern}": style for pattern, style in model.config.base_model_tp_plan.items()}
     patterns = {name: re.sub(r"\.\d+\.", ".*.", name) for name, _ in model.named_modules()}
     styles = {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
@@ -97,7 +97,7 @@ def divide_matrices(model: Any, world: World) -> None:
         model.get_submodule(parent).register_forward_pre_hook(hook, with_kwargs=True)
     parallelize_module(model, mesh, _torch_styles(model, styles), src_data_rank=None)
     embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
+    head = head_of(model)
     parallelize_module(embedding, mesh, _VocabularyParallel(input_layouts=Replicate()), src_data_rank=None)
     for name, parameter in list(head.named_parameters()):
         divided = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)

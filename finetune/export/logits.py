@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.config.facts import EXPERT_COUNTS
 from finetune.config.pretrained import text_config_of
-from finetune.distributed.model_parts import has_other_parts, is_experts, text_modules, trunk_of
+from finetune.distributed.model_parts import has_other_parts, head_of, is_experts, text_modules, trunk_of
 from finetune.errors import UserError, first_line, on_one_line
 from finetune.export.target import prefetch, row_blocks
 from finetune.models.load import build_on_meta
@@ -256,7 +256,7 @@ def _is_plain(model: nn.Module) -> bool:
 
 def _text_parts(model: Any) -> list[nn.Module]:
     """What of `model` works on text: a vision tower stays on meta."""
-    return [trunk_of(model), model.get_output_embeddings()] if has_other_parts(model) else [model]
+    return [trunk_of(model), head_of(model)] if has_other_parts(model) else [model]
 
 
 def _cut(config: Any) -> Any:

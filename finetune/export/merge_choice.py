@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.data.examples import Examples
-from finetune.distributed.model_parts import trunk_of
+from finetune.distributed.model_parts import head_of, trunk_of
 from finetune.errors import UserError
 from finetune.export.logits import RoundInputs, Rows, stream
 from finetune.export.publish import ExportOptions, MergeOnto
@@ -175,7 +175,7 @@ def measure(
         hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state * factors.before
         hidden = hidden.reshape(count, real.numel(), -1)[:, real]
         for start in range(0, len(labels), chunk):
-            scores, _ = factors.logits.forward(plain.get_output_embeddings()(hidden[:, start : start + chunk]).float())
+            scores, _ = factors.logits.forward(head_of(plain)(hidden[:, start : start + chunk]).float())
             wanted = labels[start : start + chunk].repeat(count)
             each = functional.cross_entropy(scores.flatten(0, 1), wanted, ignore_index=IGNORE_INDEX, reduction="none")
             losses += each.view(count, -1).double().sum(1)

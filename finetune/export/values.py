@@ -14,6 +14,7 @@ from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, as_floating, match_tensors, read_rows, row_blocks, stored_value
 from finetune.files.tensors import StoredTensor, choose_dtype, config_dtype, main_dtype, read, read_folder, read_slice
+from finetune.models.head_scores import add_new_head
 from finetune.models.lora import AdaptedParameter, find_adapted_parameters
 from finetune.models.quantized_layers import quantized_weights
 from finetune.models.quantized_weights import dequantize_tensor, quantize_whole
@@ -246,6 +247,8 @@ def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
     for name, tensor in source.adapter.tensors.items() if source.adapter is not None else ():
         if name in tensors and name in target.shapes and tensors[name].shape != tensor.shape:
             tensors[name] = tensor  # an embedding that was trained whole, and has grown with the tokenizer
+    if source.adapter is not None:
+        tensors = add_new_head(target.model, tensors, source.adapter.tensors)
     stored = match_tensors(tensors, target, str(source.path), prefixed=source.names_may_be_prefixed)
     if source.adapter is not None:
         return stored | find_own_bases(source.adapter)

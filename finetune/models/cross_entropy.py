@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.constants import IGNORE_INDEX
-from finetune.distributed.model_parts import trunk_of
+from finetune.distributed.model_parts import head_of, trunk_of
 from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
 from finetune.models.head_factors import measure_head_factors
@@ -123,7 +123,7 @@ def install_loss(model: Any, label_smoothing: float = 0.0, token_weights: TokenW
     Without labels the model returns logits as before. Call it before sharding.
     Raises `UserError` where the output head is not a plain linear layer.
     """
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if type(head) is not nn.Linear:
         raise UserError(
             f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain linear layer, and "
@@ -154,7 +154,7 @@ def install_loss(model: Any, label_smoothing: float = 0.0, token_weights: TokenW
             hidden = trunk_of(self)(*args, **kwargs | {"use_cache": False}).last_hidden_state
         else:
             hidden = forward_images(self, images, image_counts, **kwargs)
-        head = self.get_output_embeddings()
+        head = head_of(self)
         return head(head.scale(hidden), labels, trained_positions, head_function)
 
     # On the instance, not the class: FSDP's hooks run around this forward, and would be skipped by calling the trunk.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from finetune.constants import CACHE_VARIABLE
-from finetune.distributed.model_parts import decoder_layers, expert_modules, text_modules
+from finetune.distributed.model_parts import decoder_layers, expert_modules, head_of, text_modules
 from finetune.files.network import find_cache
 from finetune.models.loss_chunks import compute_fused_chunk
 
@@ -278,7 +278,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", offload: Activat
         else:
             layer.forward = _compile_forward(layer.forward, backend)
     model.get_input_embeddings().register_forward_hook(_match_grad_mode)  # type: ignore[operator]
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = head_of(model)
     head.chunk_function = torch.compile(compute_fused_chunk, dynamic=True, backend=backend)
     return len(layers)
 

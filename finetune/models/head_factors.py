@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from finetune.distributed.model_parts import base_of, trunk_of
+from finetune.distributed.model_parts import base_of, has_scores, head_of, trunk_of
 from finetune.errors import UserError
 from finetune.models.loss_chunks import UNCHANGED, LogitTransform
 
@@ -46,8 +46,10 @@ def measure_head_factors(model: Any) -> HeadFactors:
     Without any for a class whose head does not read what its trunk returns, which the probe refuses.
     Raises `UserError` where the logits are anything else than the head's scores, scaled and capped.
     """
+    if has_scores(model):  # the scores themselves; the probe compares them
+        return HeadFactors()
     config: Any = model.config.get_text_config()
-    head = model.get_output_embeddings()
+    head = head_of(model)
     hidden = torch.outer(_make_powers(len(SCORES)), _make_powers(config.hidden_size)).unsqueeze(0)
     scores = torch.tensor(SCORES, dtype=torch.float64).view(1, -1, 1).expand(-1, -1, head.weight.shape[0])
     read: list[Tensor] = []

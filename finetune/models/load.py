@@ -13,15 +13,17 @@ from finetune.config.module_names import find_trained, is_adapter
 from finetune.config.pretrained import (
     Vocabulary,
     find_adapter,
+    has_scores_class,
     is_vision_language,
     load_config,
+    set_head,
     text_config_of,
     trained_config,
 )
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Lora, Model, Optimization, Quantization, QuantizationAware, Recipe
 from finetune.constants import COMPUTE_DTYPE, PROCESSOR_FILES
-from finetune.distributed.model_parts import Values, other_parts, take_language_model, text_names, unwrap
+from finetune.distributed.model_parts import Values, head_of, other_parts, take_language_model, text_names, unwrap
 from finetune.distributed.parallelize import gathered, parallelize
 from finetune.distributed.world import World
 from finetune.errors import UserError, on_one_line
@@ -51,6 +53,7 @@ from finetune.models.experts import (
     set_experts_implementation,
 )
 from finetune.models.fake_quantize import fake_quantize
+from finetune.models.head_scores import train_scores
 from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, find_top, head_divergence
 from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameters, read_adapter, with_adapters
 from finetune.models.loss_chunks import TokenWeights
@@ -61,6 +64,9 @@ from finetune.models.routing import install_routing
 from finetune.models.vision import record_outputs
 from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values, untie_as_stored
 
+Scores = tuple[tuple[str, ...], int | None]
+"""The names of the scores that an output head computes, none for a vocabulary's, and the id that fills up rows."""
+VOCABULARY: Scores = ((), None)
 UNQUANTIZED = Quantization()
 UNROUNDED = QuantizationAware()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -106,22 +112,25 @@ def build_model(
     optimization: Optimization | None = None,
     vocabulary: Vocabulary | None = None,
     blank_document: BlankDocument | None = None,
+    scores: Scores = VOCABULARY,
 ) -> BuiltModel:
     """Builds the model on meta, grown to `vocabulary`, and adapts it. Of its files the headers are read.
 
     Args:
+        scores: What its output head computes.
         blank_document: Of a vision-language model, to find what an image reaches. None where no row holds one.
 
     Raises:
         UserError: It cannot be reached, its files do not fit, or a key names nothing of it.
     """
     config = trained_config(load_config(model, vocabulary), model)
+    set_head(config, *scores)
     forget_quantization(config)  # how the files are quantized: they are read here, and the model exported is not
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
     base, stored = read_base_values(built, config, model, seed, vocabulary)
     values = base
     if lora.use_peft:
-        lora = train_new_tokens(built, lora, vocabulary)
+        lora = train_new_tokens(built, train_scores(built, lora), vocabulary)
     frozen = DTYPES[frozen_dtype(world.sharding, lora)]
     _install_forward(built, model, world, optimization, frozen if lora.use_peft else DTYPES[model.dtype])
     if not lora.use_peft:
@@ -153,6 +162,7 @@ def load_model(
     vocabulary: Vocabulary | None = None,
     quantization_aware: QuantizationAware = UNROUNDED,
     blank_document: BlankDocument | None = None,
+    scores: Scores = VOCABULARY,
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model as `build_model`, shards it, and reads every rank's slices.
 
@@ -160,7 +170,7 @@ def load_model(
     """
     multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
-    made = build_model(model, lora, seed, world, quantization, optimization, vocabulary, blank_document)
+    made = build_model(model, lora, seed, world, quantization, optimization, vocabulary, blank_document, scores)
     built = made.model
     unfilled = frozenset[str]()
     if quantization.bits is not None:
@@ -228,7 +238,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
     from accelerate import init_empty_weights
 
     auto_class: Any = auto_class_of(config)
-    if not trust_remote_code and type(config) not in auto_class._model_mapping:
+    if not trust_remote_code and type(config) not in auto_class._model_mapping:  # of scores `set_head` has looked
         raise UserError(
             f"{config.model_type}: transformers has no causal language model of this type; name another model"
         )
@@ -255,8 +265,10 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
 
 def auto_class_of(config: Any) -> Any:
     """The class of transformers that opens a checkpoint with `config`."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
+    if has_scores_class(config):
+        return AutoModelForSequenceClassification
     return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
@@ -289,7 +301,7 @@ def count_parameters(model: Any) -> ModelSize:
     active = count_active(model)
     active |= {p: 0 for part in other_parts(model) for p in part.parameters()}  # they work on images
     embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings().weight
+    head = head_of(model).weight
     multiplied = {name: p for name, p in parameters.items() if embedding is head or p is not embedding}
     return ModelSize(
         total=sum(p.numel() for p in parameters.values()),
@@ -311,7 +323,7 @@ def read_base_values(
     stored = take_language_model(stored) if model.drop_vision else stored
     stored = convert_to_parameters(built, stored, str(folder))
     untie_as_stored(built, stored)
-    values = stored_values(built, stored, str(folder), quantized, vocabulary)
+    values = stored_values(built, stored, str(folder), quantized, vocabulary, seed)
     load_buffers(built, stored)
     return values, quantized
 
@@ -393,7 +405,7 @@ class Teacher:
         states = self._states(inputs)
 
         def diverge(head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
-            own: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+            own: Any = head_of(self.model)
             with gathered(own):
                 scores = TeacherScores(states, own.weight, own.bias, own.logits)
                 return head_divergence(scores, self.options)(head, hidden, labels, positions)
@@ -403,7 +415,7 @@ class Teacher:
     @torch.no_grad()
     def find_top(self, inputs: Mapping[str, Any], rows: int, k: int) -> tuple[Tensor, Tensor]:
         """`ids` and `scores` of `TopScores`, over the first `rows` of the vocabulary."""
-        own: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+        own: Any = head_of(self.model)
         states = self._states(inputs)
         with gathered(own):
             scores = TeacherScores(states, own.weight, own.bias, own.logits)

@@ -39,6 +39,7 @@ from finetune.distributed.model_parts import (
     Values,
     expert_modules,
     has_other_parts,
+    head_of,
     is_experts,
     text_modules,
     text_names,
@@ -58,7 +59,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a pattern names no
     part of the model, and where an adapter is asked of the output head.
     """
-    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())  # type: ignore[operator]
+    head = next(name for name, module in model.named_modules() if module is head_of(model))
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
     known = {shorten(name) for name in layers}.difference(left_out)

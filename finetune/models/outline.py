@@ -14,7 +14,7 @@ from torch import nn
 from finetune.config.facts import ModelFacts
 from finetune.config.families import find_family
 from finetune.config.pretrained import read_facts
-from finetune.distributed.model_parts import decoder_layers, is_experts, other_parts, text_names, trunk_of
+from finetune.distributed.model_parts import decoder_layers, head_of, is_experts, other_parts, text_names, trunk_of
 from finetune.errors import UserError, on_one_line
 from finetune.flops import count_attention_layers, read_head_size
 from finetune.models.experts import count_active
@@ -69,7 +69,7 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     trunk = trunk_of(model)
     layers = list_layers(model)
     embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings().weight
+    head = head_of(model).weight
     taken: set[Any] = {embedding}
     beside = [_take(part, names, taken) for part in other_parts(model)]
     taken.update(module for part in other_parts(model) for module in part.modules())
@@ -138,7 +138,7 @@ def _take(module: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any])
 def _describe(model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any]) -> Part:
     shapes = _take(part, names, taken)
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
-    head = set(model.get_output_embeddings().modules())
+    head = set(head_of(model).modules())
     linears = [module for module in part.modules() if isinstance(module, nn.Linear) and module not in head]
     experts = [module for module in part.modules() if is_experts(module)]
 

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from finetune.config.schema import Data, Model
 from finetune.constants import COMPUTE_DTYPE, IGNORE_INDEX
-from finetune.distributed.model_parts import unwrap
+from finetune.distributed.model_parts import has_scores, head_of, unwrap
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.sequence_parallel import gather_tokens
 from finetune.distributed.world import World
@@ -135,13 +135,16 @@ def _batch(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
 
 def _forward(model: nn.Module, **inputs: Any) -> ForwardOutput:
     plain: Any = unwrap(model)
-    hidden: list[Tensor] = []
-    hook = plain.get_output_embeddings().register_forward_pre_hook(lambda _, args: hidden.append(args[0].detach()))
+    read: list[tuple[Tensor, Any]] = []
+    hook = head_of(plain).register_forward_hook(lambda _, args, result: read.append((args[0].detach(), result)))
     try:
         result = model(**inputs)
     finally:
         hook.remove()
-    return ForwardOutput(hidden[0], result if isinstance(result, Tensor) else result.logits)
+    hidden, of_head = read[0]
+    if has_scores(plain):  # of all tokens: the class returns those of the last
+        return ForwardOutput(hidden, of_head)
+    return ForwardOutput(hidden, result if isinstance(result, Tensor) else result.logits)
 
 
 def _forward_in_parts(model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> ForwardOutput:

@@ -25,7 +25,7 @@ from finetune.config.quantization import (
     quantized_bytes,
 )
 from finetune.config.schema import Quantization
-from finetune.distributed.model_parts import Values, find_local_slices, is_experts, text_modules
+from finetune.distributed.model_parts import Values, find_local_slices, head_of, is_experts, text_modules
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.quantized_weights import (
@@ -57,7 +57,7 @@ def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
 
     Raises `UserError` where the model has none.
     """
-    head = set(model.get_output_embeddings().modules())  # of an adapted head, its base layer too
+    head = set(head_of(model).modules())  # of an adapted head, its base layer too
     layers = []
     for name, module in text_modules(model):  # a vision tower keeps its precision
         if isinstance(module, nn.Linear) and _is_plain(module) and module not in head and not is_adapter(f"{name}."):

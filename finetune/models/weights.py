@@ -3,9 +3,10 @@
 Both are pure functions of (name, slices), so every layout and every number of ranks starts from the same weights.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
 from finetune.models.carried import carries
 from finetune.models.embedding import find_grown, grown_reader
+from finetune.models.head_scores import draw_head, find_new_head, is_left_out
 from finetune.models.lora import seed_of
 
 COMPARED_ROWS = 4096  # at once
@@ -301,17 +303,20 @@ def stored_values(
     where: str,
     quantized: Container[str] = (),
     vocabulary: Vocabulary | None = None,
+    seed: int = 0,
 ) -> Values:
     """Values read from files, each rank its own slices. `where` names the files in errors; `vocabulary`: what the
-    embedding and the head have grown to.
+    embedding and the head have grown to; `seed`: of a head of scores, where the files have none.
 
     Raises `UserError` naming every tensor that is missing, without a place in the model, or of another shape.
     """
     grown = find_grown(model, stored, vocabulary)
     rows = vocabulary.rows if vocabulary else 0
     fitting = {name: replace(tensor, shape=(rows, *tensor.shape[1:])) for name, tensor in grown.items()}
-    refuse_mismatch(model, {**stored, **fitting}, where, quantized)
+    new = find_new_head(model, stored)
+    refuse_mismatch(model, {**stored, **fitting}, where, quantized, new)
     readers = {name: grown_reader(tensor, vocabulary) for name, tensor in grown.items()} if vocabulary else {}
+    readers |= {name: partial(draw_head, model, name, seed) for name in new}
 
     def values(name: str, slices: Slices) -> torch.Tensor:
         name = base_name(name)
@@ -341,11 +346,16 @@ def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def refuse_mismatch(
-    model: nn.Module, stored: Mapping[str, StoredTensor], where: str, quantized: Container[str] = ()
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    where: str,
+    quantized: Container[str] = (),
+    new: Collection[str] = (),
 ) -> None:
-    """Raises `UserError` where the files do not hold exactly the base model's parameters and saved buffers; of those
-    that are `quantized`, the shape alone is compared."""
+    """Raises `UserError` where the files do not hold exactly the base model's parameters and saved buffers, but for
+    `new` ones; of those that are `quantized`, the shape alone is compared."""
     needed = saved_buffers(model) | dict(model.named_parameters())
+    needed = {name: tensor for name, tensor in needed.items() if name not in new}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
     untied = {name: tensor for name, tensor in stored.items() if name not in tied}
     problems = find_mismatches(model, untied, {name: tuple(tensor.shape) for name, tensor in needed.items()}, where)
@@ -368,7 +378,7 @@ def find_mismatches(
     """What is wrong with the tensors `stored` as those of `model`, which are `needed` with these shapes: a sentence on
     those that are missing, one on those without a place in it, and one for each of another shape."""
     may_carry = carries(model)
-    extra = {name for name in stored.keys() - needed.keys() if not may_carry(name)}
+    extra = {name for name in stored.keys() - needed.keys() if not may_carry(name) and not is_left_out(model, name)}
     missing = needed.keys() - stored.keys()
     class_name = type(model).__name__
     problems = []

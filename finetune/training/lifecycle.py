@@ -49,6 +49,7 @@ from finetune.training.objectives.distill import Distillation, find_stored_teach
 from finetune.training.objectives.objective import SFT, Objective, Objectives
 from finetune.training.objectives.policy import PolicyObjective, make_policy_objectives
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
+from finetune.training.objectives.scores import SCORING
 from finetune.training.reference import find_references
 from finetune.training.screens import answers_before_and_after, first_screen, last_screen, results_line
 from finetune.training.training_run import (
@@ -152,6 +153,9 @@ def make_objectives(
         return make_policy_objectives(model, recipe, data, world, teacher, folder)
     if facts.rows == "answers":
         return Objectives(SFT, SFT)
+    if facts.scores:
+        scoring = SCORING[facts.rows](recipe, world.sequence_group)
+        return Objectives(scoring, scoring)
     references = find_references(model, recipe, data, inputs, signals, world) if facts.needs_reference else None
     group = world.sequence_group
     if facts.rows == "ratings":

@@ -1,0 +1,64 @@
+"""Rows with a class: a text, a prompt with its completion or a conversation, and the label that a model learns."""
+
+from dataclasses import replace
+from typing import Any
+
+from finetune.config.schema import DatasetSource
+from finetune.data.formats import (
+    CONVERSATION_COLUMNS,
+    PARSERS,
+    Columns,
+    Conversation,
+    Document,
+    Group,
+    ParsedRow,
+    Row,
+    make_conversation,
+    make_message,
+    recognize_format,
+)
+from finetune.data.messages import BadRow, list_columns, role_of
+
+LABEL = "label"
+ANSWERING = ("assistant", "gpt")  # roles
+EMPTY = make_message("assistant", "")  # in the place of the answer, which a conversation needs
+
+
+def parse_class(row: Row, source: DatasetSource, labels: tuple[str, ...]) -> ParsedRow:
+    """Reads a row with its class, one of `labels`. Raises `BadRow`.
+
+    >>> parse_class({"text": "Hurrah!", "label": "good"}, DatasetSource(path="mood.jsonl"), ("bad", "good")).groups
+    (Group(documents=(Text(text='Hurrah!'),), rating=0, score=1),)
+    """
+    columns = Columns(row)
+    name = source.label_column or LABEL
+    if row.get(name) is None:
+        raise BadRow(f"{name}: no class; its columns are {list_columns(row) or 'none'} (label_column names it)")
+    score = _find_class(columns.take(name), name, labels)
+    others = {column: value for column, value in row.items() if column != name}
+    row_format = source.type or recognize_format(others, source)
+    is_conversation = row_format in ("messages", "sharegpt")
+    document = _read_conversation(columns, source) if is_conversation else PARSERS[row_format](columns, source)
+    return ParsedRow((Group((document,), score=score),), row_format, columns.unused)
+
+
+def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
+    """The place of a row's class among `labels`. Raises `BadRow` where it is none of them."""
+    if str(value) in labels:
+        return labels.index(str(value))
+    is_place = isinstance(value, int) and not isinstance(value, bool)
+    if is_place and 0 <= value < len(labels):
+        return int(value)
+    raise BadRow(f"{name}: {value!r} is none of labels ({', '.join(labels)}), nor a place among them from 0")
+
+
+def _read_conversation(columns: Columns, source: DatasetSource) -> Document:
+    """The messages of a row, whoever speaks last."""
+    present = (name for name in CONVERSATION_COLUMNS if columns.row.get(name) is not None)
+    turns = columns.take_messages(source.messages_column or next(present, CONVERSATION_COLUMNS[0]))
+    if not turns:
+        raise BadRow("messages: an empty list")
+    if role_of(turns[-1]) in ANSWERING:
+        return make_conversation(columns, turns)
+    conversation: Conversation = make_conversation(columns, [*turns, EMPTY])
+    return replace(conversation, messages=conversation.messages[:-1], trained=conversation.trained[:-1])

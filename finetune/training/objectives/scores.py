@@ -1,0 +1,122 @@
+"""Training a head of scores: reward models on pairs, and classifiers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from finetune.config.methods import RowKind
+from finetune.config.schema import Recipe
+from finetune.constants import IGNORE_INDEX
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.distributed.sequence_parallel import sum_over_group
+from finetune.models.head_scores import head_scores
+from finetune.training.objectives.objective import Measured, Objective
+from finetune.training.objectives.preference import Pairs, mean, share_of
+
+
+@dataclass(frozen=True, slots=True)
+class PairScores(Objective):
+    """The mean over pairs of how surely the chosen answer has the larger score (Bradley and Terry 1952).
+
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the centering: Eisenstein et al. 2023, arXiv:2312.09244,
+    section 5, as TRL's RewardTrainer.
+    """
+
+    center_coefficient: float | None
+    sequence_group: ProcessGroup | None  # the ranks that divide the documents' tokens between them
+
+    def count(self, batch: StepBatch) -> int:
+        """The pairs of the step."""
+        return batch.groups
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The losses of the micro-batch's pairs, and TRL's metrics of them."""
+        scores = Pairs.of(score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0])
+        losses = -F.logsigmoid(scores.margin)
+        if self.center_coefficient is not None:
+            losses = losses + self.center_coefficient * (scores.chosen + scores.rejected) ** 2
+        metrics = {
+            "rewards/chosen": mean(scores.chosen),
+            "rewards/rejected": mean(scores.rejected),
+            "rewards/margins": mean(scores.margin),
+            "rewards/accuracies": mean((scores.margin > 0).double()),
+        }
+        return Measured(
+            share_of(losses.sum().float(), self.sequence_group),
+            {name: pair.detach().float() for name, pair in metrics.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClassScores(Objective):
+    """The mean over documents of the cross entropy of their class.
+
+    Its metrics are means over the documents of a step or of all held-out data: accuracy, and the F1 of each class
+    (twice its hits, divided by how often it was given and how often it was right), whose mean is `f1_macro`.
+    """
+
+    labels: tuple[str, ...]
+    sequence_group: ProcessGroup | None
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The losses of the micro-batch's documents."""
+        micro_batch = micro_batch.with_documents()
+        scores = score_documents(model, micro_batch, inputs, self.sequence_group)
+        classes = _find_classes(micro_batch, self.sequence_group)
+        loss = F.cross_entropy(scores, classes, reduction="sum") if len(classes) else scores.sum()
+        given = scores.detach().argmax(1)
+        metrics = {"accuracy": mean((given == classes).double())}
+        for index, name in enumerate(self.labels):
+            hits = ((given == index) & (classes == index)).sum(dtype=torch.float64)
+            named = (given == index).sum(dtype=torch.float64) + (classes == index).sum(dtype=torch.float64)
+            metrics[f"f1/{name}"] = torch.stack([2 * hits, named])
+        return Measured(
+            share_of(loss.float(), self.sequence_group), {name: pair.float() for name, pair in metrics.items()}
+        )
+
+    def complete(self, means: dict[str, float]) -> dict[str, float]:
+        """With the mean F1 of the classes that occur."""
+        each = [value for name, value in means.items() if name.startswith("f1/")]
+        return means | {"f1_macro": sum(each) / len(each)} if each else means
+
+
+SCORING: Mapping[RowKind, Callable[[Recipe, ProcessGroup | None], Objective]] = {
+    "scored_pairs": lambda recipe, group: PairScores(recipe.method.center_rewards_coefficient, group),
+    "classes": lambda recipe, group: ClassScores(recipe.data.labels, group),
+}
+
+
+def score_documents(
+    model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], sequence_group: ProcessGroup | None = None
+) -> Tensor:
+    """The scores of each document of the micro-batch at its labeled token, fp64[documents, scores].
+
+    sequence_group: The ranks that divide the documents' tokens between them; each returns the scores of all.
+    """
+    of_tokens: Tensor = model(**inputs, head_function=head_scores)
+    documents = len(micro_batch.example_ids)
+    zeros = torch.zeros(documents, of_tokens.shape[1], dtype=torch.float64, device=of_tokens.device)
+    if not documents:  # a filler: in the graph all the same, since its backward takes part in collectives
+        return zeros + of_tokens.sum()
+    labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
+    labeled = torch.where(labels[:, None] == IGNORE_INDEX, 0.0, of_tokens.double())
+    assert micro_batch.trained_documents is not None, "what is scored says to which document it belongs"
+    return sum_over_group(zeros.index_add(0, micro_batch.trained_documents, labeled), sequence_group)
+
+
+def _find_classes(micro_batch: MicroBatch, sequence_group: ProcessGroup | None) -> Tensor:
+    """The class of each document, int64[documents]."""
+    labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
+    assert micro_batch.trained_documents is not None
+    zeros = torch.zeros(len(micro_batch.example_ids), dtype=torch.float64, device=labels.device)
+    classes = zeros.index_add(0, micro_batch.trained_documents, labels.clamp(min=0).double())
+    return sum_over_group(classes, sequence_group).long()
