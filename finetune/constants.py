@@ -49,6 +49,7 @@ CUTTING_KEYS = {
     TOKENIZER_FILE: ("truncation", "padding"),
     TOKENIZER_CONFIG: ("max_length", "truncation", "truncation_strategy", "stride", "padding", "pad_to_multiple_of"),
 }
+SCORES = "score"  # the head of transformers' classes for sequence classification
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"  # in a Hugging Face folder
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder

@@ -83,6 +83,20 @@ def _refused(name: str, why: str, advice: str = "", *, when: Callable[[Case], ob
     )
 
 
+def _unscored(name: str, why: str, when: Callable[[Case], object] | None = None, advice: str = "") -> Rule:
+    """A rule: a key that is set, or a layout where `when` holds, cannot be combined with a head of scores."""
+    key = name.partition(":")[0]
+    is_so = when or is_set(name)
+    return Rule(
+        name=f"{name} with a head of scores",
+        keys=(key, "method"),
+        needs=("layout",) if key.endswith("_size") else (),
+        when=lambda c: c.recipe.method_facts.scores and is_so(c),
+        message=lambda c: f"{name} cannot be combined with method: {c['method']}: {why}",
+        advice=advice or f"remove {key}",
+    )
+
+
 def _refused_by_server(key: str, why: str, is_so: Callable[[Case], object]) -> Rule:
     return Rule(
         name=f"{key} with a vLLM server",
@@ -209,6 +223,38 @@ RULES: tuple[Rule, ...] = (
         for key in ("turns", "train_on_reasoning")
     ),
     # Sampled completions
+    Rule(
+        name="no classes", keys=("labels", "method"),
+        when=lambda c: c.recipe.method_facts.rows == "classes" and len(set(c["labels"])) < max(2, len(c["labels"])),
+        message="labels: method: {method} learns which of several classes a row has",
+        advice="name two or more, each once, such as [negative, positive]",
+    ),
+    no_effect("labels", "with method: {method}", lambda c: c.recipe.method_facts.rows != "classes", "method"),
+    *(
+        _unscored(key, "a head of scores writes no text")
+        for key in ("sample_prompts", "exact_match_samples", "eot_tokens", "train_mtp")
+    ),
+    *(
+        _unscored(key, "the last token of a document is scored, and no other is trained on")
+        for key in ("assistant_only_loss", "turns", "train_on_reasoning")
+    ),
+    _unscored(
+        "overlength", "a document that is cut has lost the token that is scored",
+        lambda c: c["overlength"] in ("truncate", "split"), "set drop or error",
+    ),
+    _unscored(
+        "export_formats", "other formats have no head of scores",
+        lambda c: c["export_formats"] != ("safetensors",), "set [safetensors]",
+    ),
+    _unscored(
+        "tp_size", "it divides the head by its vocabulary", lambda c: c.layout.divides_matrices, "set tp_size to 1"
+    ),
+    Rule(
+        name="scores of a vision-language model", keys=("method", "drop_vision"), needs=("model",),
+        when=lambda c: c.recipe.method_facts.scores and c.is_whole,
+        message="method: {method} cannot be combined with a vision-language model: its scores read text alone",
+        advice="name a language model",
+    ),
     Rule(
         name="no rewards", keys=("rewards", "method"),
         when=lambda c: samples(c) and not c["rewards"] and not c.recipe.method_facts.needs_teacher,

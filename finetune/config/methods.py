@@ -214,9 +214,12 @@ METHODS: Mapping[str, MethodFacts] = {
     ),
     "reward": MethodFacts(
         says="learns to score answers from pairs: a reward model", rows="scored_pairs",
-        keys=("center_rewards_coefficient",),
+        keys=("center_rewards_coefficient",), defaults={"overlength": "drop"},
     ),
-    "classify": MethodFacts(says="learns which of the classes a text or a conversation belongs to", rows="classes"),
+    "classify": MethodFacts(
+        says="learns which of the classes a text or a conversation belongs to", rows="classes",
+        defaults={"overlength": "drop"},  # a document that is cut has lost the token that is scored
+    ),
 }  # fmt: skip
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows in ("pairs", "scored_pairs"))
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
 from finetune.config.schema import Model, Recipe
-from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE
+from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, SCORES
 from finetune.errors import UserError, on_one_line
 from finetune.files.json_files import read_json_object, read_tensor_header
 from finetune.files.network import download_file, download_folder
@@ -255,6 +255,7 @@ def complete_lora(recipe: Recipe) -> Recipe:
 
     Raises `UserError` if the adapter cannot be read, is of another kind than LoRA, or contradicts the recipe.
     """
+    recipe = _train_scores(recipe)
     name = recipe.lora.adapter_name_or_path
     if name is None:
         return recipe
@@ -284,6 +285,14 @@ def complete_lora(recipe: Recipe) -> Recipe:
         raise UserError.of(problems)
     taken = {key: value for key, value in keys.items() if key not in recipe.places}
     return replace(recipe, lora=replace(recipe.lora, **taken))
+
+
+def _train_scores(recipe: Recipe) -> Recipe:
+    """Returns `recipe`, under whose adapters a head of scores is trained whole: it has no values before."""
+    lora = recipe.lora
+    if not (recipe.score_names and lora.use_peft) or SCORES in lora.modules_to_save:
+        return recipe
+    return replace(recipe, lora=replace(lora, modules_to_save=(*lora.modules_to_save, SCORES)))
 
 
 def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -463,8 +463,6 @@ class Recipe:
     @property
     def document_data(self) -> Data:
         """`data`, with the limits of its documents: prompts leave room for completions, and none is cut."""
-        if self.method_facts.scores:  # a document that is cut has lost the token that is scored
-            return replace(self.data, overlength=self.data.overlength or "drop")
         if not self.method_facts.samples:
             return self.data
         most = self.data.max_length - self.rollout.max_completion_length

@@ -15,6 +15,8 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from finetune.constants import SCORES
+
 PARTS = ("language_model", "text_model")  # what transformers calls it
 IN_FILES = re.compile(rf"(?:model\.)?(?:{'|'.join(PARTS)})\.(?:model\.)?(.*)")
 
@@ -29,9 +31,6 @@ def trunk_of(model: Any) -> Any:
     base = base_of(model)
     part = next((part for name in PARTS if isinstance(part := getattr(base, name, None), nn.Module)), base)
     return part.model if hasattr(part, "lm_head") and part is not base else part  # Llama 4 holds a ...ForCausalLM
-
-
-SCORES = "score"  # the head of transformers' classes for sequence classification
 
 
 def head_of(model: Any) -> Any:

@@ -12,6 +12,7 @@ import yaml
 from finetune.config.facts import names_vision_language
 from finetune.config.keys import keys_of
 from finetune.config.methods import describe_method
+from finetune.config.pretrained import SCORING_CLASS
 from finetune.config.schema import Lora, Quantization
 from finetune.config.yaml_file import read_value
 from finetune.constants import (
@@ -102,7 +103,7 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
     front: dict[str, Any] = {
         "base_model": base if base and _is_hub_name(base) else None,
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "image-text-to-text" if _is_vision_language(source) else "text-generation",
+        "pipeline_tag": _find_pipeline(source),
         **_license(source),
         "tags": ["finetune", *filter(None, [source.recipe.get("method")]), *(["lora"] if source.adapter else [])],
         "datasets": datasets,
@@ -273,7 +274,14 @@ def _use(source: Source, is_adapter: bool) -> str:
             "and fails there where a layer's output width is no multiple of 32."
         )
     auto_class = "AutoModelForImageTextToText" if _is_vision_language(source) else "AutoModelForCausalLM"
-    if is_adapter and _is_vision_language(source):
+    names = _read_scores(source)
+    if names:
+        auto_class = "AutoModelForSequenceClassification"
+    if is_adapter and names:
+        lines = ["from peft import PeftModel", f"from transformers import {auto_class}", ""]
+        lines.append(f'base = {auto_class}.from_pretrained("BASE", num_labels={len(names)})')
+        lines.append('model = PeftModel.from_pretrained(base, "PATH_OR_NAME")')
+    elif is_adapter and _is_vision_language(source):
         lines = ["from peft import PeftModel", f"from transformers import {auto_class}", ""]
         lines.append(f'model = PeftModel.from_pretrained({auto_class}.from_pretrained("BASE"), "PATH_OR_NAME")')
     elif is_adapter:
@@ -284,6 +292,19 @@ def _use(source: Source, is_adapter: bool) -> str:
         lines += [f'model = {auto_class}.from_pretrained("PATH_OR_NAME")']
         lines += ['tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")']
     return "\n".join(["```python", *lines, "```"])
+
+
+def _read_scores(source: Source) -> Sequence[str]:
+    """The names of the scores of a reward model or classifier; none of a language model."""
+    config = read_json_object(source.description / CONFIG_FILE)
+    is_scoring = any(name.endswith(SCORING_CLASS) for name in config.get("architectures") or ())
+    return list((config.get("id2label") or {}).values()) if is_scoring else ()
+
+
+def _find_pipeline(source: Source) -> str:
+    if _read_scores(source):
+        return "text-classification"
+    return "image-text-to-text" if _is_vision_language(source) else "text-generation"
 
 
 def _is_vision_language(source: Source) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from finetune.config.families import find_family
 from finetune.constants import ADAPTER, EXPORT
+from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError
 from finetune.export.base_account import NOTHING_CARRIED, account_for_base
 from finetune.export.card import CARD_FILE, has_chat_template, has_tokenizer, write_metadata
@@ -172,6 +173,8 @@ def _find_commands(
         config = target.config_json
         family = find_family(str(config.get("model_type")))
         rope = config.get("rope_parameters") or {}
+        if has_scores(target.model):
+            return {"transformers": _score_by_pipeline(folder)}
         commands |= use_model(
             folder,
             has_template=has_chat_template(source.description),
@@ -219,6 +222,12 @@ def _one_torch_thread() -> Iterator[None]:
 # What vLLM takes as --max-lora-rank.
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 QUESTION = "What can you do?"
+
+
+def _score_by_pipeline(folder: Path) -> str:
+    """The command that scores a text by an exported reward model or classifier."""
+    scored = f"pipeline('text-classification', {str(folder)!r}, top_k=None, function_to_apply='none')"
+    return shlex.join(["python", "-c", f"from transformers import pipeline; print({scored}('{QUESTION}'))"])
 
 
 def use_model(

@@ -21,6 +21,7 @@ from finetune.data.messages import BadRow, Message
 from finetune.data.render import RenderedText, find_image_token, write_images
 from finetune.data.spans import read_messages
 from finetune.data.tokenizer import add_variables, apply_template, end_of_answer_ids, make_renderer, read_parts
+from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError, print_styled
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.inputs import ask, check_utf8, system_message, user_message
@@ -57,6 +58,8 @@ def answer(
     """
     input_ids = encode_prompt(model, conversation)
     images = conversation.images
+    if has_scores(model.whole):
+        return _score(model, input_ids, write)
     limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
     room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(input_ids))
     if room <= 0:
@@ -98,14 +101,16 @@ def answer(
 
 
 def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int]:
-    """The tokens that the model is asked with: rendered as in training, with the generation prompt.
+    """The tokens that the model is asked with: rendered as in training, with the generation prompt; or what it scores.
 
     Raises `UserError` where the chat template rejects the conversation.
     """
+    is_scoring = has_scores(model.whole)
     if model.template is None:
         if conversation.images:
             raise UserError(f"{model.name}: an image is asked about by a chat template; name one with --chat-template")
         text = "".join(message["content"] for message in conversation.messages)
+        text += (model.tokenizer.eos_token or "") * is_scoring
         return list(model.tokenizer(text, verbose=False).input_ids)
     try:
         renderer = make_renderer(model.tokenizer, assistant_only=True)
@@ -114,12 +119,27 @@ def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int
             renderer = read_parts(renderer)
         renderer = add_variables(renderer, {**model.variables, **conversation.variables})
         messages = read_messages(conversation, renderer)
-        text = apply_template(renderer, messages, conversation.tools, add_generation_prompt=True)
+        text = apply_template(renderer, messages, conversation.tools, add_generation_prompt=not is_scoring)
         rendered = RenderedText(text, (), is_plain=False)
         text = write_images(rendered, conversation, conversation.images, renderer).text
     except BadRow as error:
         raise UserError(f"{model.name}: {error}") from None
     return list(model.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], object]) -> Answer:
+    """The scores of a reward model, or a classifier's probabilities, the largest first, as an answer."""
+    started = time.monotonic()
+    with model.computing(), torch.inference_mode():
+        scores = model.model(input_ids=torch.tensor([input_ids], device=model.model.device)).logits[0].float()
+    names = model.model.config.id2label
+    if len(scores) > 1:
+        scores = scores.softmax(0)
+    order = scores.argsort(descending=True).tolist()
+    text = "  ".join(f"{names[index]} {float(scores[index]):.4f}" for index in order)
+    write(text)
+    seconds = time.monotonic() - started
+    return Answer(text=text, tokens=0, seconds=seconds, is_cut=False, limit=None, is_interrupted=False)
 
 
 def end_ids(model: InferenceModel) -> list[int]:
@@ -253,7 +273,8 @@ def take_turn(
     """The answer to `message`, which is remembered with it. `on_piece` gets its text as it is made."""
     asked = [*chat.messages, message]
     answered = answer(chat.model, ask(asked), sampling, on_piece)
-    if chat.model.template is not None:  # without turns, every prompt stands alone
+    stands_alone = chat.model.template is None or has_scores(chat.model.whole)  # without turns, or what is scored
+    if not stands_alone:
         chat.messages = [*asked, {"role": "assistant", "content": answered.text}]
     return answered
 

@@ -17,9 +17,10 @@ from finetune.config.module_names import peft_name
 from finetune.config.pretrained import check_adapter_config
 from finetune.config.quantization import describe_quantization, read_published_form
 from finetune.config.schema import RENDERINGS, Model
-from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
+from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE, SCORES
 from finetune.data.images import ImageProcessor
 from finetune.data.tokenizer import PLAIN, read_template
+from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError, on_one_line
 from finetune.export.card import has_tokenizer, write_metadata
 from finetune.export.export import export_source
@@ -100,7 +101,8 @@ def load_inference_model(
     described = str(source.description) if is_whole else model.config.name_or_path
     keys = Model(model_name_or_path=described, model_revision=reference.revision)
     tokenizer.images = ImageProcessor(keys, tokenizer)
-    template = choose_template(tokenizer, reference, options, default_template, log)
+    is_scoring = has_scores(model)
+    template = choose_template(tokenizer, reference, options, default_template, log, is_scoring=is_scoring)
     if template is not None:
         tokenizer.chat_template = template
     variables = options.chat_template_kwargs
@@ -128,7 +130,13 @@ def describe_base(model: InferenceModel, reference: ModelReference) -> str:
 
 
 def choose_template(
-    tokenizer: Any, reference: ModelReference, options: LoadOptions, default: str | None, log: Callable[[str], object]
+    tokenizer: Any,
+    reference: ModelReference,
+    options: LoadOptions,
+    default: str | None,
+    log: Callable[[str], object],
+    *,
+    is_scoring: bool = False,
 ) -> str | None:
     """The chat template to ask in: the one that is named, the tokenizer's own, else what the model was trained with.
 
@@ -141,6 +149,8 @@ def choose_template(
     formats = trained_formats(reference.run)
     are_rendered = any(name in RENDERINGS and RENDERINGS[name].is_chat for name in formats)
     rows = f"rows of {' and '.join(sorted(formats))}"
+    if is_scoring and formats and not are_rendered:
+        return None
     if tokenizer.chat_template:
         if formats and not are_rendered:
             log(
@@ -189,6 +199,10 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
     if not isinstance(name, str) or not name:
         raise UserError(f"{folder / ADAPTER_CONFIG}: names no base model; name it with --base-model")
     check_adapter_config(config, str(folder / ADAPTER_CONFIG))
+    if SCORES in (config.get("modules_to_save") or ()):
+        raise UserError(
+            f"{folder}: an adapter of a reward model or classifier; name the run's export/, which is merged"
+        )
     model = _load_base(find_base(name, config.get("revision"), with_weights=True), options)
     _grow_vocabulary(model, folder)
     with _one_sentence(str(folder), "its adapter"), warnings.catch_warnings():

@@ -5,15 +5,14 @@ the one with a label; so packing, the layouts and the forward are those of a lan
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.config.schema import Lora
-from finetune.distributed.model_parts import SCORES, Slices, has_scores
+from finetune.constants import SCORES
+from finetune.distributed.model_parts import Slices, has_scores
 from finetune.models.cross_entropy import CrossEntropyHead
 from finetune.models.lora import seed_of
 
@@ -26,13 +25,6 @@ def head_scores(head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, trained
     """A `HeadFunction`: `model(..., head_function=head_scores)` returns fp32[trained positions, scores]."""
     read = hidden if trained_positions is None else hidden[trained_positions]
     return F.linear(read, head.weight.to(read.dtype), head.bias).float()
-
-
-def train_scores(model: Any, lora: Lora) -> Lora:
-    """`lora`, under which a head of scores is trained whole: it has no values before."""
-    if not has_scores(model) or SCORES in lora.modules_to_save:
-        return lora
-    return replace(lora, modules_to_save=(*lora.modules_to_save, SCORES))
 
 
 def find_new_head(model: Any, stored: Collection[str]) -> tuple[str, ...]:

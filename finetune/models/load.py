@@ -53,7 +53,6 @@ from finetune.models.experts import (
     set_experts_implementation,
 )
 from finetune.models.fake_quantize import fake_quantize
-from finetune.models.head_scores import train_scores
 from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, find_top, head_divergence
 from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameters, read_adapter, with_adapters
 from finetune.models.loss_chunks import TokenWeights
@@ -130,7 +129,7 @@ def build_model(
     base, stored = read_base_values(built, config, model, seed, vocabulary)
     values = base
     if lora.use_peft:
-        lora = train_new_tokens(built, train_scores(built, lora), vocabulary)
+        lora = train_new_tokens(built, lora, vocabulary)
     frozen = DTYPES[frozen_dtype(world.sharding, lora)]
     _install_forward(built, model, world, optimization, frozen if lora.use_peft else DTYPES[model.dtype])
     if not lora.use_peft:

@@ -39,6 +39,7 @@ from finetune.distributed.model_parts import (
     Values,
     expert_modules,
     has_other_parts,
+    has_scores,
     head_of,
     is_experts,
     text_modules,
@@ -74,6 +75,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         config = peft_config(lora, known, head, saved_whole)
+        config.task_type = "SEQ_CLS" if has_scores(model) else "CAUSAL_LM"
         inject_adapters(model, within_language_model(model, config))
     for name, parameter in model.named_parameters():
         if parameter in saved_whole:
@@ -245,7 +247,6 @@ def peft_config(
         alpha_pattern=dict(lora.alpha_pattern or {}),
         exclude_modules=[name for name in saved if name.rpartition(".")[2] in targets] or None,
         bias="none",
-        task_type="CAUSAL_LM",
     )
 
 

@@ -17,8 +17,9 @@ from finetune.config.facts import (
 )
 from finetune.config.families import Family, MixtureKeys, find_family
 from finetune.config.multi_token import count_predicting_layers
-from finetune.config.pretrained import find_config_file
+from finetune.config.pretrained import SCORING_CLASS, find_config_file
 from finetune.config.schema import Model
+from finetune.constants import SCORES
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
 
@@ -192,6 +193,7 @@ class Architecture:
     beside: tuple[tuple[TensorShape, ...], ...] = ()  # the other parts of a vision-language model
     prefix: str = "model"  # the name of the language model
     predicting_layers: int = 0  # for multi-token prediction: they are no parameters, but the export has the base's
+    scores: int = 0  # of a document, where the output head computes these in place of a vocabulary's
 
     @property
     def is_uniform(self) -> bool:
@@ -201,7 +203,12 @@ class Architecture:
     @property
     def head_name(self) -> str:
         """The name of the output head's weight; a tied one has it beside the embedding's."""
-        return "lm_head.weight"
+        return f"{SCORES}.weight" if self.scores else "lm_head.weight"
+
+    @property
+    def head_rows(self) -> int:
+        """What the output head computes of a token."""
+        return self.scores or self.vocabulary
 
     @property
     def layer_names(self) -> str:
@@ -251,7 +258,7 @@ class Architecture:
     def tail(self) -> tuple[TensorShape, ...]:
         """The final norm, and the output head where it is a tensor of its own."""
         norm = TensorShape(f"{self.prefix}.norm.weight", (self.hidden,))
-        return (norm,) if self.tied else (norm, TensorShape(self.head_name, (self.vocabulary, self.hidden)))
+        return (norm,) if self.tied else (norm, TensorShape(self.head_name, (self.head_rows, self.hidden)))
 
     def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
         """The weights [out, in] of the linear layers of decoder layer `layer`."""
@@ -423,6 +430,19 @@ def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[s
     return own | {WHOLE: None if drop_vision else config}
 
 
+def set_scores(config: Mapping[str, Any], scores: tuple[str, ...]) -> dict[str, Any]:
+    """The `config` of a model whose head computes `scores`, by which transformers' class is built where no table is."""
+    if not scores:
+        return {**config}
+    head = {"architectures": [SCORING_CLASS], "num_labels": len(scores), "tie_word_embeddings": False}
+    return {**config, **head}
+
+
+def read_scores(config: Mapping[str, Any]) -> int:
+    """How many scores the head of `set_scores` computes; 0: it has a vocabulary's."""
+    return int(config["num_labels"]) if config.get("architectures") == [SCORING_CLASS] else 0
+
+
 def find_local_facts(model: Model) -> ModelFacts | None:
     """The facts of a known family's model whose config.json is at hand: without torch or the network."""
     if model.model_config is None and not Path(str(model.model_name_or_path)).is_dir():
@@ -516,4 +536,5 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         beside=beside,
         prefix=prefix,
         predicting_layers=count_predicting_layers(config),
+        scores=read_scores(config),
     )

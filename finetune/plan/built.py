@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.families import find_family
 from finetune.errors import UserError
-from finetune.plan.architecture import Architecture, TensorShape
+from finetune.plan.architecture import Architecture, TensorShape, read_scores
 
 if TYPE_CHECKING:
     from finetune.models.outline import Outline, Shapes
@@ -83,7 +83,8 @@ class BuiltArchitecture(Architecture):
     @property
     def tail(self) -> tuple[TensorShape, ...]:
         tensors = list_tensors(self.outline.tail.shapes)
-        return tuple(self._with_added_tokens(t) if t.name == self.outline.head else t for t in tensors)
+        grows = None if self.scores else self.outline.head
+        return tuple(self._with_added_tokens(t) if t.name == grows else t for t in tensors)
 
     def _with_added_tokens(self, tensor: TensorShape) -> TensorShape:
         added = self.vocabulary - self.outline.embedding[1][0]
@@ -176,6 +177,7 @@ def read_built_architecture(config: Mapping[str, Any], where: str) -> BuiltArchi
         facts=facts,
         beside=tuple(map(list_tensors, outline.beside)),
         prefix=outline.prefix,
+        scores=read_scores(config),
         outline=outline,
         config=text,
     )

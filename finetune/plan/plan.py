@@ -23,7 +23,7 @@ from finetune.config.schema import Method, Model, Recipe
 from finetune.constants import ITEMSIZE, grow_rows
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
-from finetune.plan.architecture import Architecture, find_config, read_architecture
+from finetune.plan.architecture import Architecture, find_config, read_architecture, set_scores
 from finetune.plan.run_spec import CPU_PROCESS_BYTES, Disk, Host, RunSpec, TeacherSpec, plan_disk, plan_host
 from finetune.plan.speed import Links, Speed, assume_mfu, estimate_speed
 from finetune.plan.step_memory import Phase, find_peak, plan_phases
@@ -86,6 +86,7 @@ def make_plan(
     """
     config, where = find_config(recipe.model)
     recipe = adopt_published_names(complete_lora(recipe), str(config.get("model_type")))
+    config = set_scores(config, recipe.score_names)
     asked, (architecture, recipe) = recipe, _with_tokens(read_architecture(config, where), recipe)
     stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))
     spec = RunSpec(

@@ -90,7 +90,7 @@ class RunSpec:
         """The numbers of each layer in matrix products, by which a pipeline is cut; the last with the output head."""
         a = self.architecture
         costs = [sum(t.numel for t in a.layer(index) if len(t.shape) > 1) for index in range(a.layers)]
-        return [*costs[:-1], costs[-1] + a.vocabulary * a.hidden]
+        return [*costs[:-1], costs[-1] + a.head_rows * a.hidden]
 
     @cached_property
     def own_layers(self) -> list[int]:
@@ -277,7 +277,8 @@ class RunSpec:
     @property
     def weighs_documents(self) -> bool:
         """Whether the loss weighs log-probabilities one by one or by document, and does not take their sum."""
-        return self.recipe.method_facts.documents > 1 or self.recipe.method_facts.samples
+        facts = self.recipe.method_facts
+        return facts.documents > 1 or facts.samples or facts.scores
 
     @property
     def reference(self) -> Literal["adapters off", "stored"] | None:

@@ -369,10 +369,10 @@ def loss_bytes(spec: RunSpec) -> int:
     """One chunk of logits, and the gradients that the loss computes in its forward: of head and hidden states."""
     a = spec.computed
     run = spec.computation
-    cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
+    cast_head = run.itemsize * a.head_rows * a.hidden if run.autocast else 0
     head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
     hidden = 2 * run.itemsize * a.hidden * spec.tokens  # a copy of the trained positions, and its gradient
-    product = weight_product_bytes(spec.part.vocabulary, a.hidden, spec.tokens, run) if head_gradient else 0
+    product = weight_product_bytes(spec.part.head_rows, a.hidden, spec.tokens, run) if head_gradient else 0
     return head_gradient + cast_head + hidden + max(_chunk_bytes(spec, spec.tokens), product)
 
 
@@ -383,7 +383,7 @@ def _chunk_bytes(spec: RunSpec, tokens: int) -> int:
     if method.distill_top_k is not None:
         vocabulary = spec.architecture.vocabulary
         return divergence_chunk_bytes(vocabulary, tokens, spec.computation, method.distill_beta, method.temperature)
-    return loss_chunk_bytes(spec.part.vocabulary, tokens, spec.computation)
+    return loss_chunk_bytes(spec.part.head_rows, tokens, spec.computation)
 
 
 def _teacher_first(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Snapshot]:
@@ -407,7 +407,7 @@ def _head_gradient(spec: RunSpec) -> int:
     a = spec.architecture
     head = a.embedding.name if a.tied else a.head_name
     is_trained = any(tensor.trainable for tensor in spec.tensors if tensor.name == head)
-    return FP32 * spec.part.vocabulary * spec.part.hidden if is_trained else 0
+    return FP32 * spec.part.head_rows * spec.part.hidden if is_trained else 0
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:

@@ -117,6 +117,9 @@ def _describe_method(spec: RunSpec) -> list[str]:
                 ]
             ),
         ]
+    if spec.recipe.method_facts.scores:
+        scored = f"{counted(spec.architecture.scores, 'score')} of each document, at its last token"
+        return [f"method     {spec.recipe.method.method}: {scored}"]
     rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
     references = {
         "adapters off": "the model with its adapters off: one more forward of each micro-batch, without gradients",

@@ -171,9 +171,9 @@ def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computatio
     if not head_gradient:
         return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
     trained = run.itemsize * hidden  # the hidden states at the trained positions
-    cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
+    cast_head = run.itemsize * a.head_rows * a.hidden if run.autocast else 0
     cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
-    chunk = loss_chunk_bytes(a.vocabulary, tokens, run) + cast_head
+    chunk = loss_chunk_bytes(a.head_rows, tokens, run) + cast_head
     again = 2 * scaled + head_gradient + max(chunk, head_gradient // FP32 * cast_back)
     return prepared + trained + max(product, FP32 * hidden + scaled, again)
 

@@ -82,7 +82,13 @@ def is_log(lines: Sequence["Line"]) -> bool:
 
 BOX = 1000
 # What the loss of a method that compares, or samples, is averaged over.
-ROWS = {"pairs": "pair", "ratings": "rated answer", "prompts": "token or completion"}
+ROWS = {
+    "pairs": "pair",
+    "ratings": "rated answer",
+    "prompts": "token or completion",
+    "scored_pairs": "pair",
+    "classes": "document",
+}
 COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")  # of the PNG; page.css's by light
 
 
@@ -209,6 +215,8 @@ def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
         _make_chart("reward_accuracies", "Pairs in order", "% whose chosen answer has the larger reward; points: held-out", percent, zero=True),
         _make_chart("rewards", "Rewards", f"{beta}{against}; {both}", _preference_lines(runs, ("rewards/chosen", "rewards/rejected"))),
         _make_chart("log_probabilities", "Log-probabilities", f"of an answer{'' if 'above' in against else against}; {both}", _preference_lines(runs, ("logps/chosen", "logps/rejected"))),
+        _make_chart("accuracy", "Accuracy", "% of the documents whose class has the largest score; points: held-out", _preference_lines(runs, ("accuracy",), 100.0), zero=True),
+        _make_chart("f1_macro", "F1", "the mean over the classes; points: held-out", _preference_lines(runs, ("f1_macro",)), zero=True),
         _make_chart("nll_loss", "Cross entropy of the chosen answers", "nats per trained token; points: held-out", _preference_lines(runs, ("nll_loss",))),
     ]  # fmt: skip
 

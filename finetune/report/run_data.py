@@ -306,6 +306,7 @@ def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
         name = "Held-out pairs in order" if held_out else "Pairs in order"
         yield Tile(name, f"{run.last(f'{held_out}rewards/accuracies'):.0%}", margin)
     yield from _change_tiles(run, {"exact_match": "Answered exactly"}, "{:.0%}".format)
+    yield from _change_tiles(run, {"eval_accuracy": "Held-out accuracy"}, "{:.1%}".format)
     yield from _change_tiles(run, {key: key.partition("/")[2] for key in list_metrics([run])}, format_compact)
     if run.last("tokens"):
         trained = run.last("trained_tokens")

@@ -82,11 +82,15 @@ def evaluate(
 
 
 def describe_order(metrics: Mapping[str, float]) -> str:
-    """The share of pairs in order, or the mean reward; empty where neither was measured.
+    """The share of pairs in order, the mean reward, or the accuracy of classes; empty where none was measured.
 
     >>> describe_order({ACCURACY: 0.75}), describe_order({"reward": 0.5}), describe_order({})
     (', 75% of the pairs in order', ', mean reward 0.5', '')
+    >>> describe_order({"accuracy": 0.75, "f1_macro": 0.7})
+    ', accuracy 75.0%, F1 0.700'
     """
+    if "accuracy" in metrics:
+        return f", accuracy {metrics['accuracy']:.1%}, F1 {metrics['f1_macro']:.3f}"
     if REWARD in metrics:
         return f", mean reward {metrics[REWARD]:.4g}"
     return f", {metrics[ACCURACY]:.0%} of the pairs in order" if ACCURACY in metrics else ""

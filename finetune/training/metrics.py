@@ -339,9 +339,10 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
     >>> shown_line(line | {"rewards/accuracies": 0.75, "rewards/margins": 0.1234}, 1.6, 150.0, width=90)
     'loss 1.5000 (smoothed 1.6000)  accuracy 75%  margin 0.123  5,200 tokens/s  0:02:30 left'
     """
+    accuracy = line.get("rewards/accuracies", line.get("accuracy"))
     parts = {
         "loss": f"loss {line['loss']:.4f} (smoothed {smoothed:.4f})",
-        "accuracy": f"accuracy {line['rewards/accuracies']:.0%}" if "rewards/accuracies" in line else None,
+        "accuracy": None if accuracy is None else f"accuracy {accuracy:.0%}",
         "margin": f"margin {line['rewards/margins']:.3g}" if "rewards/margins" in line else None,
         "reward": f"reward {line['reward']:.3g}" if "reward" in line else None,
         "learning_rate": f"lr {line['learning_rate']:.2e}",

@@ -1,0 +1,205 @@
+"""Reward models and classifiers: losses and norms are those of transformers' own classes over one document at a time, in every
+layout; what is exported opens there with the same scores."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.conftest import make_tokenizer
+from tests.training.layouts import assert_losses, train_all, write_config, write_recipe
+
+METHODS = ("reward", "classify")
+LABELS = ("sums", "words", "rest")
+STEPS = 3
+ROWS = 15
+# name -> ranks, layout, its sizes, keys of the recipe
+RUNS = {
+    "single": (1, "single", {}, ["per_device_train_batch_size=1"]),
+    "packed": (1, "single", {}, ["packing=true"]),
+    "ddp": (2, "ddp", {}, ["per_device_train_batch_size=3"]),
+    "fsdp2": (2, "full_shard", {}, ["packing=true", "per_device_train_batch_size=2"]),
+    "fsdp1": (2, "FULL_SHARD", {}, []),
+    "cp": (2, "full_shard", {"cp_size": 2}, ["packing=true"]),
+    "pipeline": (2, "full_shard", {}, ["pipeline_parallel_size=2", "packing=true"]),
+    "lora": (2, "full_shard", {}, ["use_peft=true", "lora_r=4", "packing=true"]),
+    "three": (3, "full_shard", {}, ["packing=true"]),
+}
+
+
+def make_rows(method: str) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for n in range(ROWS):
+        if method == "reward":
+            question = [{"role": "user", "content": f"What is {n} and {n}?"}]
+            good = {"role": "assistant", "content": f"It is {2 * n}, " * (1 + n % 3)}
+            bad = {"role": "assistant", "content": f"Nobody knows {n}."}
+            rows.append({"prompt": question, "chosen": [good], "rejected": [bad]})
+        elif n % 2:
+            rows.append({"text": f"{n} and {n} " * (1 + n % 4), "label": LABELS[n % 3]})
+        else:
+            rows.append({"messages": [{"role": "user", "content": f"Tell me {n}"}], "label": n % 3})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scores")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    for saved in (LlamaForCausalLM(config), tokenizer):
+        saved.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path, model: Path) -> dict[str, Path]:
+    written = {}
+    for method in METHODS:
+        data = folder / f"{method}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in make_rows(method)))
+        keys = {
+            "method": method,
+            "global_batch_size": 5,
+            "max_steps": STEPS,
+            "adam_epsilon": 1e-4,
+            "export_at_end": True,
+        }
+        keys |= {"labels": list(LABELS)} if method == "classify" else {"center_rewards_coefficient": 0.01}
+        written[method] = write_recipe(folder / f"{method}.yaml", model, data, **keys)
+    return written
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str], Path]:
+    for ranks in sorted({ranks for ranks, *_ in RUNS.values()}):
+        train_all(
+            folder,
+            [
+                (
+                    recipe,
+                    write_config(folder, layout, sizes=sizes or None),
+                    [*keys, f"output_dir={folder / name / method}"],
+                )
+                for name, (count, layout, sizes, keys) in RUNS.items()
+                for method, recipe in recipes.items()
+                if count == ranks
+            ],
+            ranks=ranks,
+        )
+    return lambda name, method: folder / name / method
+
+
+def encode(row: dict[str, object], tokenizer: object) -> list[torch.Tensor]:
+    """The ids of a row's documents, as whoever asks for their scores encodes them."""
+    if "text" in row:
+        return [tokenizer(row["text"] + tokenizer.eos_token, return_tensors="pt").input_ids]  # type: ignore
+    ends = [row["chosen"], row["rejected"]] if "prompt" in row else [[]]
+    start = row.get("prompt", row.get("messages"))
+    texts = [tokenizer.apply_chat_template([*start, *end], tokenize=False) for end in ends]  # type: ignore
+    return [tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in texts]  # type: ignore
+
+
+def train_plainly(run: Path, method: str, model: Path) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step of a loop over transformers' own class, and peft's, from the head with which the run
+    began."""
+    from finetune.config.reader import read_recipe
+    from finetune.data.prepare import prepare_data
+    from finetune.data.tokenizer import load_tokenizer
+    from finetune.models.head_scores import draw_head
+    from tests.training.reference import Alone, _cosine, _with_adapters
+
+    recipe = read_recipe(str(run / "recipe.yaml"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    names = recipe.score_names
+    own = AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=len(names), dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
+    )
+    with torch.no_grad():
+        own.score.weight.copy_(draw_head(own, "score.weight", recipe.run.seed, (slice(None),)))
+    if recipe.lora.use_peft:
+        own = _with_adapters(own, recipe)
+    data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Alone())
+    rows = make_rows(method)
+    trained = [p for p in own.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, weight_decay=0.0, eps=recipe.optimization.adam_epsilon)
+    results = []
+    size = recipe.method_facts.documents
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = _cosine(
+            step, STEPS, recipe.optimization.learning_rate, recipe.optimization.warmup_ratio
+        )
+        chosen = [int(index) for ids in data.train.rows_of(step) for index in ids]
+        numbers = [int(data.train.examples.where(index).rpartition(":")[2]) - 1 for index in chosen[::size]]
+        losses = []
+        for row in (rows[number] for number in numbers):
+            scores = [own(input_ids=ids).logits[0] for ids in encode(row, tokenizer)]
+            if method == "reward":
+                losses.append(-F.logsigmoid(scores[0] - scores[1]).sum() + 0.01 * ((scores[0] + scores[1]) ** 2).sum())
+            else:
+                label = row["label"]
+                losses.append(
+                    F.cross_entropy(scores[0], torch.tensor(LABELS.index(label) if isinstance(label, str) else label))
+                )
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, recipe.optimization.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm.item()))
+    return results
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_and_norms_are_those_of_transformers_class(
+    name: str, method: str, runs: Callable[[str, str], Path], model: Path
+) -> None:
+    run = runs(name, method)
+    assert_losses(run, train_plainly(run, method, model))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["single", "fsdp1", "pipeline", "lora"])
+def test_the_export_has_the_scores_of_the_run(
+    name: str, method: str, runs: Callable[[str, str], Path], model: Path
+) -> None:
+    export = runs(name, method) / "export"
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    opened = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)
+    config = json.loads((export / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert [opened.config.id2label[i] for i in range(opened.num_labels)] == list(
+        LABELS if method == "classify" else ["reward"]
+    )
+    texts = ["a b c", "What is 3 and 3, and what else is there?"]
+    alone = [opened(**tokenizer(text, return_tensors="pt")).logits[0] for text in texts]
+    together = opened(**tokenizer(texts, return_tensors="pt", padding=True)).logits
+    torch.testing.assert_close(torch.stack(alone), together, rtol=1e-5, atol=1e-6)
+    if name == "lora":
+        base = AutoModelForSequenceClassification.from_pretrained(
+            model, num_labels=opened.num_labels, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
+        )
+        adapted = PeftModel.from_pretrained(base, runs(name, method) / "adapter")
+        of_adapter = adapted(**tokenizer(texts, return_tensors="pt", padding=True)).logits
+        torch.testing.assert_close(of_adapter, together, rtol=1e-5, atol=1e-6)
