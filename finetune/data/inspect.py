@@ -182,7 +182,7 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
     """One example: its file and row, and its tokens, each with whether it is trained on."""
     example = examples[example_id]
     texts = decode_tokens(example, tokenizer)
-    trained = find_trained_tokens(example)
+    trained = find_trained_tokens(examples, example_id)
     is_image = find_image_tokens(examples, example_id)
     tokens = []
     for i, token_id in enumerate(example.input_ids.tolist()):
@@ -198,11 +198,11 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
 def format_example(examples: Examples, tokenizer: Any, example_id: int, color: bool) -> Iterator[str]:
     """The lines of one example: what is trained on is green, or stands between >> and << without color."""
     example = examples[example_id]
-    trained = find_trained_tokens(example)
+    trained = find_trained_tokens(examples, example_id)
     side = name_side(examples, example_id)
     head = printable(
         f"example {example_id}{f' ({side})' if side else ''}, {examples.where(example_id)}: "
-        f"{counted(len(trained), 'token')}, {sum(trained)} trained"
+        f"{counted(len(trained), 'token')}, {_describe_trained(examples, example_id)}"
     )
     yield f"\033[1m{head}{RESET}" if color else head
     texts = [printable(text) for text in decode_tokens(example, tokenizer)]
@@ -253,9 +253,25 @@ def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
     return is_image
 
 
-def find_trained_tokens(example: Example) -> list[bool]:
-    """bool[tokens]: whether each token is trained on, that is, the label of the position before it."""
-    return [False, *(bool(label != IGNORE_INDEX) for label in example.labels[:-1])]
+def find_trained_tokens(examples: Examples, example_id: int) -> list[bool]:
+    """bool[tokens]: whether each token is trained on, that is, the label of the position before it; or is scored."""
+    has_label = [bool(label != IGNORE_INDEX) for label in examples[example_id].labels]
+    return has_label if _name_scores(examples, example_id) else [False, *has_label[:-1]]
+
+
+def _name_scores(examples: Examples, example_id: int) -> list[str]:
+    """The names of the scores of an example whose last token is scored; none where its tokens are predicted."""
+    names: list[str] = examples.stores[examples.store[example_id]].facts.get("scores", [])
+    return names
+
+
+def _describe_trained(examples: Examples, example_id: int) -> str:
+    """What is learned of an example: how many of its tokens, or its class."""
+    names = _name_scores(examples, example_id)
+    if not names:
+        return f"{sum(find_trained_tokens(examples, example_id))} trained"
+    name = names[max(examples[example_id].labels)]
+    return f"scored at the marked one{f' as {name}' if name else ''}"
 
 
 def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> Iterator[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from finetune.config.methods import GROUP_SIZES, RowKind
+from finetune.config.methods import GROUP_SIZES, SCORED, RowKind
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.classes import parse_class
@@ -240,6 +240,7 @@ class SourceStats:
     group_size: int = 1  # documents that belong together: 2 for chosen and rejected
     is_rated: bool = False  # the first document of each group is a rated answer
     is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
+    scores: list[str] = field(default_factory=list)  # their names, where the last token of a document is scored
     images: int = 0
     image_token_ids: list[int] = field(default_factory=list)  # that only images have, where there are some
     stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: the stream's position after it
@@ -268,6 +269,7 @@ def tokenize_rows(
     stats.group_size = GROUP_SIZES[kind]
     stats.is_rated = kind == "ratings"
     stats.is_asked = kind == "prompts"
+    stats.scores = list(data.labels or [""]) if kind in SCORED else []
     renderer = make_renderer_of(data, tokenizer)
     reader = GroupReader(kind, data.labels)
     encoder = make_encoder(tokenizer)

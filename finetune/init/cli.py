@@ -203,6 +203,11 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
             f"--method: {options.method} is what is trained: --train {options.method}; --method says what it learns "
             f"from: {', '.join(BY_KIND[data.kind])}"
         )
+    if options.method in METHODS and METHODS[options.method].rows == "classes":
+        raise UserError(
+            f"--method: {options.method}: the names of the classes are yours to give, as labels; docs/scores.md has a "
+            "recipe to begin with"
+        )
     known = BY_KIND[data.kind]
 
     def read(name: str) -> str:

@@ -4,15 +4,24 @@ layout; what is exported opens there with the same scores."""
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from finetune.cli import main
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.reader import read_recipe
+from finetune.errors import UserError
+from finetune.plan.architecture import read_architecture, set_scores
 from tests.conftest import make_tokenizer
-from tests.training.layouts import assert_losses, train_all, write_config, write_recipe
+from tests.models import sweep
+from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe
 
 METHODS = ("reward", "classify")
 LABELS = ("sums", "words", "rest")
@@ -30,6 +39,7 @@ RUNS = {
     "lora": (2, "full_shard", {}, ["use_peft=true", "lora_r=4", "packing=true"]),
     "three": (3, "full_shard", {}, ["packing=true"]),
 }
+RESUMED = {"as before": "full_shard", "otherwise": "ddp"}  # from step 2 of fsdp2, under these layouts
 
 
 def make_rows(method: str) -> list[dict[str, object]]:
@@ -84,6 +94,9 @@ def recipes(folder: Path, model: Path) -> dict[str, Path]:
             "max_steps": STEPS,
             "adam_epsilon": 1e-4,
             "export_at_end": True,
+            "save_steps": 2,
+            "save_total_limit": None,
+            "eval_datasets": [{"path": str(data)}],
         }
         keys |= {"labels": list(LABELS)} if method == "classify" else {"center_rewards_coefficient": 0.01}
         written[method] = write_recipe(folder / f"{method}.yaml", model, data, **keys)
@@ -107,7 +120,19 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str], Path]:
             ],
             ranks=ranks,
         )
+    resumed = []
+    keys = RUNS["fsdp2"][-1]
+    for name, layout in RESUMED.items():
+        for method, recipe in recipes.items():
+            start = folder / "fsdp2" / method / "checkpoints" / "step-00000002"
+            overrides = [*keys, f"output_dir={folder / name / method}", f"resume_from_checkpoint={start}"]
+            resumed.append((recipe, write_config(folder, layout), overrides))
+    train_all(folder, resumed, ranks=2)
     return lambda name, method: folder / name / method
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def encode(row: dict[str, object], tokenizer: object) -> list[torch.Tensor]:
@@ -123,7 +148,6 @@ def encode(row: dict[str, object], tokenizer: object) -> list[torch.Tensor]:
 def train_plainly(run: Path, method: str, model: Path) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step of a loop over transformers' own class, and peft's, from the head with which the run
     began."""
-    from finetune.config.reader import read_recipe
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
     from finetune.models.head_scores import draw_head
@@ -203,3 +227,102 @@ def test_the_export_has_the_scores_of_the_run(
         adapted = PeftModel.from_pretrained(base, runs(name, method) / "adapter")
         of_adapter = adapted(**tokenizer(texts, return_tensors="pt", padding=True)).logits
         torch.testing.assert_close(of_adapter, together, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_resumes_exactly(method: str, runs: Callable[[str, str], Path]) -> None:
+    expected = steps_of(runs("fsdp2", method))[2:]
+    for name, rel in (("as before", 0.0), ("otherwise", 1e-5)):
+        lines = steps_of(runs(name, method))
+        for line, other in zip(lines, expected, strict=True):
+            assert line["loss"] == pytest.approx(other["loss"], rel=rel, abs=0.0), name
+            assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=rel, abs=0.0), name
+    one, other = (load_file(runs(name, method) / "export" / "model.safetensors") for name in ("fsdp2", "as before"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_held_out_metrics_are_those_that_the_export_gives(runs: Callable[[str, str], Path]) -> None:
+    for name in ("single", "cp", "three"):
+        run = runs(name, "classify")
+        (line,) = [line for line in read_metrics(run) if "eval_loss" in line and line["step"] == STEPS]
+        tokenizer = AutoTokenizer.from_pretrained(run / "export")
+        opened = AutoModelForSequenceClassification.from_pretrained(run / "export", dtype=torch.float32)
+        given, true = [], []
+        for row in make_rows("classify"):
+            (ids,) = encode(row, tokenizer)
+            given.append(int(opened(input_ids=ids).logits[0].argmax()))
+            true.append(LABELS.index(row["label"]) if isinstance(row["label"], str) else row["label"])
+        of_classes = {}
+        for index, label in enumerate(LABELS):
+            hits = sum(g == t == index for g, t in zip(given, true, strict=True))
+            of_classes[label] = 2 * hits / (given.count(index) + true.count(index))
+        accuracy = sum(g == t for g, t in zip(given, true, strict=True)) / len(true)
+        assert line["eval_accuracy"] == pytest.approx(accuracy, rel=1e-6), name
+        assert line["eval_f1_macro"] == pytest.approx(sum(of_classes.values()) / len(LABELS), rel=1e-6), name
+        assert {label: line[f"eval_f1/{label}"] for label in LABELS} == pytest.approx(of_classes, rel=1e-6), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "jamba", "gpt2"])
+def test_the_plan_counts_the_class_that_is_trained(family: str) -> None:
+    """By the tables of a family, and by transformers' own class."""
+    config = sweep.tiny_config(family)
+    config.num_labels, config.tie_word_embeddings = 3, False
+    own = AutoModelForSequenceClassification.from_config(config)
+    planned = read_architecture(set_scores(config.to_dict(), LABELS), family)
+    named = {name: tuple(parameter.shape) for name, parameter in own.named_parameters()}
+    assert {tensor.name: tensor.shape for tensor in planned.tensors()} == named
+    assert planned.head_name == "score.weight"
+
+
+REFUSED = {
+    "method=reward labels=[a,b]": "labels has no effect with method: reward",
+    "method=classify": "labels: method: classify learns which of several classes",
+    "method=classify labels=[a,a]": "labels: method: classify learns which of several classes",
+    "method=classify labels=[a,b] overlength=truncate": "overlength cannot be combined with method: classify",
+    "method=reward exact_match_samples=4": "exact_match_samples cannot be combined with method: reward",
+    "method=reward turns=split": "turns cannot be combined with method: reward",
+    "method=reward export_formats=[safetensors,gguf]": "export_formats cannot be combined with method: reward",
+    "method=reward label_smoothing=0.1": "label_smoothing has no effect with method: reward",
+    "method=dpo center_rewards_coefficient=0.1": "center_rewards_coefficient has no effect with method: dpo",
+}
+
+
+@pytest.mark.parametrize("keys", REFUSED)
+def test_what_does_not_go_with_scores_is_refused(keys: str, recipes: dict[str, Path]) -> None:
+    overrides = ["center_rewards_coefficient=null", *keys.split()]
+    with pytest.raises(UserError) as error:
+        recipe = read_recipe(str(recipes["reward"]), overrides)
+        refuse_problems(find_problems(recipe))
+    assert REFUSED[keys] in str(error.value), str(error.value)
+
+
+def test_tensor_parallelism_is_refused(recipes: dict[str, Path], folder: Path) -> None:
+    layout = read_sharding(str(write_config(folder, "full_shard", sizes={"tp_size": 2})), None, {"WORLD_SIZE": "2"})
+    (problem,) = find_problems(read_recipe(str(recipes["reward"])), layout, ranks=2)
+    assert "tp_size cannot be combined with method: reward" in str(problem)
+
+
+def test_a_model_that_transformers_cannot_make_score_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from finetune.config.pretrained import set_head
+
+    with pytest.raises(UserError, match="no class for sequence classification of this type"):
+        set_head(AutoConfig.for_model("mamba"), ("reward",), 0)
+
+
+def test_chat_scores_what_is_said(runs: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    for method in METHODS:
+        export = runs("single", method) / "export"
+        assert main(["chat", str(export), "--prompt", "What is 3 and 3?"]) == 0
+        said = capsys.readouterr().out.split()
+        opened = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(export)
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "What is 3 and 3?"}], tokenize=False)
+        with torch.no_grad():
+            scores = opened(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0]
+        scores = scores.softmax(0) if len(scores) > 1 else scores
+        shown = {said[i]: float(said[i + 1]) for i in range(0, len(said), 2)}
+        assert shown == pytest.approx(
+            {opened.config.id2label[i]: float(score) for i, score in enumerate(scores)}, abs=1e-4
+        )
