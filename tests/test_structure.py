@@ -128,7 +128,7 @@ TABLES = {
         ("config/families.py", "data/tokenizer.py", "export/formats/gguf_tokenizer.py", *OTHER_TOOLS),
     ),
     "methods": (
-        [name for name in METHODS if name != DEFAULT_METHOD],
+        [name for name in METHODS if name not in (DEFAULT_METHOD, "reward")],  # which is a word of grpo's, too
         ("config/methods.py", "training/objectives/preference.py", *OTHER_TOOLS),
     ),
 }

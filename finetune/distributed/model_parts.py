@@ -36,7 +36,7 @@ def trunk_of(model: Any) -> Any:
 def head_of(model: Any) -> Any:
     """The output head of `model`: the vocabulary's, or that of scores."""
     head = model.get_output_embeddings()
-    return getattr(model, SCORES) if head is None else head
+    return getattr(model, SCORES, None) if head is None else head
 
 
 def has_scores(model: Any) -> bool:
