@@ -28,6 +28,9 @@ assert not any(name == "finetune" or name.startswith("finetune.") for name in sy
 print(json.dumps(answers))
 """
 
+# As docs/scores.md has it.
+AS_REWARD = ("method=reward", "beta=0.1", "rpo_alpha=null", "exact_match_samples=0", "sample_prompts=[]")
+
 
 def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -114,6 +117,13 @@ def test_a_model_learns_to_write_numbers_its_export_answers_alike_teaches_a_smal
     assert float(str(held_out["eval_rewards/accuracies"])) >= 0.95
     story = [sample["answer"] for sample in lines(preferred / "samples.jsonl") if not sample["expected"]]
     assert story == ["276", "276"], "a number without a separator keeps its form"
+
+    # From the same pairs a reward model learns which answer is the better one.
+    scored = tmp_path / "scored"
+    keys = ("--recipe", "quickstart_dpo", f"model_name_or_path={run / 'export'}", *AS_REWARD)
+    assert run_command((*QUICKSTART, *keys, f"output_dir={scored}"), timeout=1800).returncode == 0
+    held_out = [line for line in lines(scored / "metrics.jsonl") if "eval_rewards/accuracies" in line][-1]
+    assert float(str(held_out["eval_rewards/accuracies"])) >= 0.95
 
     # And by reward alone it learns to read numbers as they are spoken, at half of which it failed.
     rewarded, keys = tmp_path / "rewarded", ("--recipe", "quickstart_grpo", f"model_name_or_path={run / 'export'}")

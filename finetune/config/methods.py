@@ -304,7 +304,7 @@ def describe_method(values: Mapping[str, Any]) -> str:
     if method == DEFAULT_METHOD:
         return "supervised fine-tuning"
     used = [f"{key} {_show(values[key])}" for key in METHODS[method].keys if key not in UNSHOWN and values.get(key)]
-    return f"{method}: {', '.join(used)}"
+    return f"{method}: {', '.join(used)}" if used else method
 
 
 def _show(value: Any) -> str:

@@ -209,7 +209,7 @@ class Data:
     on_bad_row: Annotated[Literal["error", "skip"], SameOnResume,
         "What is done with a row that fits no known format; skips are counted."] = "error"
     labels: Annotated[tuple[str, ...], SameOnResume,
-        "classify: the names of the classes, in the order of the scores. A row has one of them in label_column, or its "
+        "The names of the classes, in the order of their scores. A row has one of them in label_column, or its "
         "place in this list, from 0."] = ()
     streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
     dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; null: one for each core."] = None

@@ -17,6 +17,7 @@ from finetune.export.target import TargetModel, Value, stored_value
 from finetune.export.values import dequantized_rows, make_dequantizer
 from finetune.files.tensors import ComputedPart, StoredTensor, hash_weights, read_folder
 from finetune.models.carried import describe_carried, find_carried, hash_tensors, list_patterns, predicts
+from finetune.models.head_scores import is_left_out
 from finetune.models.load import build_on_meta, read_carried_of
 from finetune.models.quantized_weights import StoredQuantized, split_quantized
 from finetune.models.weights import Box, boxes_of_parameters, convert_to_parameters
@@ -61,6 +62,9 @@ def account_for_base(source: Source, target: TargetModel, formats: Collection[st
     account, reason = _open_base(source, target)
     if account.carried and not {"safetensors", COMPRESSED} & set(formats):
         account = _leave_out(account, "as GGUF has no place for it")
+    replaced = [name for name in account.files_of if is_left_out(target.model, name)]
+    reasons = dict.fromkeys(replaced, "as a head of scores stands in its place")
+    account = replace(account, left_out={**account.left_out, **reasons})
     class_name = target.class_name
     config = target.config_json
     sentences = list(account.sentences)

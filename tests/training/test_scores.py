@@ -63,27 +63,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
+def models(folder: Path) -> dict[str, Path]:
+    """The base of each method: of one the head is the embedding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = make_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
     torch.manual_seed(0)
-    for saved in (LlamaForCausalLM(config), tokenizer):
-        saved.save_pretrained(folder / "model")
-    return folder / "model"
+    for method in METHODS:
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=method == "reward",
+        )
+        for saved in (LlamaForCausalLM(config), tokenizer):
+            saved.save_pretrained(folder / f"{method}-model")
+    return {method: folder / f"{method}-model" for method in METHODS}
 
 
 @pytest.fixture(scope="module")
-def recipes(folder: Path, model: Path) -> dict[str, Path]:
+def recipes(folder: Path, models: dict[str, Path]) -> dict[str, Path]:
     written = {}
     for method in METHODS:
         data = folder / f"{method}.jsonl"
@@ -99,7 +101,7 @@ def recipes(folder: Path, model: Path) -> dict[str, Path]:
             "eval_datasets": [{"path": str(data)}],
         }
         keys |= {"labels": list(LABELS)} if method == "classify" else {"center_rewards_coefficient": 0.01}
-        written[method] = write_recipe(folder / f"{method}.yaml", model, data, **keys)
+        written[method] = write_recipe(folder / f"{method}.yaml", models[method], data, **keys)
     return written
 
 
@@ -197,16 +199,16 @@ def train_plainly(run: Path, method: str, model: Path) -> list[tuple[float, floa
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_norms_are_those_of_transformers_class(
-    name: str, method: str, runs: Callable[[str, str], Path], model: Path
+    name: str, method: str, runs: Callable[[str, str], Path], models: dict[str, Path]
 ) -> None:
     run = runs(name, method)
-    assert_losses(run, train_plainly(run, method, model))
+    assert_losses(run, train_plainly(run, method, models[method]))
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["single", "fsdp1", "pipeline", "lora"])
 def test_the_export_has_the_scores_of_the_run(
-    name: str, method: str, runs: Callable[[str, str], Path], model: Path
+    name: str, method: str, runs: Callable[[str, str], Path], models: dict[str, Path]
 ) -> None:
     export = runs(name, method) / "export"
     tokenizer = AutoTokenizer.from_pretrained(export)
@@ -222,7 +224,7 @@ def test_the_export_has_the_scores_of_the_run(
     torch.testing.assert_close(torch.stack(alone), together, rtol=1e-5, atol=1e-6)
     if name == "lora":
         base = AutoModelForSequenceClassification.from_pretrained(
-            model, num_labels=opened.num_labels, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
+            models[method], num_labels=opened.num_labels, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
         )
         adapted = PeftModel.from_pretrained(base, runs(name, method) / "adapter")
         of_adapter = adapted(**tokenizer(texts, return_tensors="pt", padding=True)).logits
