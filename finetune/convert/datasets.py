@@ -303,6 +303,7 @@ ALPACA_PROMPT = (
     "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is read by a chat template"
 )
 ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
+SPACE_AFTER = "without a format a prompt ends with a space there"
 PROMPT_ALONE = (
     "has no effect on this entry: of a prompt with its completion the completion alone is trained on; "
     "type: messages makes a conversation of the two"
@@ -404,6 +405,10 @@ def _read_axolotl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
     if has_columns or (name == "alpaca" and {"field_instruction", "field_output"} & entry.unread.keys()):
         keys["prompt_column"] = entry.take(f"{prefix}field_instruction") or "instruction"
         keys["completion_column"] = entry.take(f"{prefix}field_output") or "output"
+    if has_columns and "type.format" not in entry.unread:
+        conversion.add_difference(f"{entry.where}.type", None, SPACE_AFTER)
+    if has_columns or name == "alpaca":
+        keys["answers_apart"] = True
     return make_sources(entry.take_paths(), messages_column=entry.take("field_messages"), **keys)
 
 
