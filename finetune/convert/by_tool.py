@@ -4,10 +4,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import QLORA
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number
+from finetune.convert.hints import is_factory_v1
 from finetune.convert.rules import Conversion, convert_targets, read_section
 
 DIONS_MUON = (
@@ -20,6 +23,7 @@ NOT_CUT = (None, False, "do_not_truncate")
 MLP_LAYERS = ("w1", "w3", "w2")
 TENTH = "a tenth of the steps, but at most 1000 there"
 SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
+V1_COMMAND = "stage: sft   (the command names the method of such a file, as in llamafactory-cli sft; it does not)"
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
 
@@ -28,6 +32,8 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     tool = conversion.tool
     if tool == "Axolotl":
         _adapt_axolotl(settings, conversion)
+    elif tool == "LLaMA-Factory" and is_factory_v1(yaml.safe_load(text)):
+        conversion.remarks.append(V1_COMMAND)
     elif tool == "torchtune":
         _adapt_torchtune(settings, text, conversion)
     elif tool == "Automodel":

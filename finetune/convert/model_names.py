@@ -143,6 +143,7 @@ IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
         "freeze_vision_tower",
         "freeze_multi_modal_projector",
         "freeze_language_model",
+        "model_class",  # of v1
     ),
 }
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
@@ -264,7 +265,8 @@ def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
         if settings.get(key) is not None:
             return key
     is_template_of_images = re.search("_vl$|_vl_", str(settings.get("template")))
-    if tool == "LLaMA-Factory" and (is_template_of_images or "mllm" in str(settings.get("dataset"))):
+    is_data_of_images = re.search("mllm|vlm|_vl|multimodal", str(settings.get("dataset")))
+    if tool == "LLaMA-Factory" and (is_template_of_images or is_data_of_images):
         return "template"
     target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
     return "model" if tool == "Automodel" and re.search("ForVLM|ImageText", target) else None

@@ -13,7 +13,7 @@ from finetune.config.yaml_file import read_entries
 from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
 from finetune.convert.foreign_values import shorten
 from finetune.convert.hints import find_texts, is_factory_v1, recognize_tool
-from finetune.convert.model_names import Unsupported, find_images, find_refused_models, name_model
+from finetune.convert.model_names import MULTIMODAL_MODEL, Unsupported, find_images, find_refused_models, name_model
 from finetune.convert.objectives import (
     AXOLOTL_METHODS,
     asks_for_rounding,
@@ -70,6 +70,12 @@ AUTOMODEL_MODELS = {
     "SequenceClassification": "classification",
 }
 FACTORY_STAGES = {"rm": "reward model", "ppo": "online RL"}
+V1_COMMANDS = {  # of its command line, by the names of files, folders and data
+    "dpo": "a preference file of LLaMA-Factory's v1, whose keys are not published",
+    "rm": "reward model",
+    "reward": "reward model",
+    "cls": "classification",
+}
 V1_NAMES = {
     "model": "model_name_or_path",
     "micro_batch_size": "per_device_train_batch_size",
@@ -144,6 +150,7 @@ def load_settings(source: Path) -> tuple[Tool, dict[str, Any], str]:
     if tool is None:
         raise _refuse_unknown(settings, source)
     if tool == "LLaMA-Factory" and is_factory_v1(settings):
+        _refuse_v1_method(settings, source)
         settings = rename_v1(settings)
     return tool, _resolve_references(settings, settings), text
 
@@ -155,6 +162,18 @@ def _refuse_unknown(settings: ToolFile, source: Path) -> Refusal:
     evidence = "none of these tools' keys for a model or data"
     cause = f"not recognized as a file of {', '.join(TOOL_NAMES)}"
     return Refusal.because(source, evidence, cause, is_training=False)
+
+
+def _refuse_v1_method(settings: ToolFile, source: Path) -> None:
+    """Raises `Refusal` where names in a v1 file say that another command than sft reads it: no key names the method."""
+    for key in ("train_dataset", "output_dir", "model_class"):
+        words = re.split(r"[^a-z]+", str(settings.get(key)).lower())
+        for word in words:
+            if word in V1_COMMANDS:
+                raise Refusal.because(source, f"{key}: {settings[key]}", V1_COMMANDS[word])
+    for word in re.split(r"[^a-z]+", source.stem.lower()):
+        if word in V1_COMMANDS:
+            raise Refusal.because(source, f"the file's name, {source.name}", V1_COMMANDS[word])
 
 
 def rename_v1(settings: ToolFile) -> dict[str, Any]:
@@ -178,6 +197,9 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
     elif sharding:
         renamed["deepspeed"] = sharding
     renamed["disable_gradient_checkpointing"] = not renamed.pop("enable_activation_checkpointing")
+    has_images = MULTIMODAL_MODEL.search(str(settings["model"]).lower())
+    if has_images or settings.get("model_class") == "other":  # not a causal text model's class
+        renamed["model_class"] = "other"
     renamed["packing"] = str(renamed.pop("batching_strategy")).startswith("dynamic")  # filled by tokens
     return renamed
 

@@ -1099,6 +1099,19 @@ def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(converted: Conv
     assert "optim_config" in refused(V1 + "optim_config: {name: muon}\n", tmp_path)
 
 
+def test_the_method_of_a_v1_file_stands_on_its_command_line(converted: Convert, tmp_path: Path) -> None:
+    """llamafactory/v1/launcher.py: sft, dpo and rm are commands; none is a key of the file."""
+    assert "the command names the method of such a file" in converted(V1)[1]
+    assert "train_dataset" in refused(V1.replace("data/rows", "data/v1_dpo_demo"), tmp_path)
+    assert "output_dir" in refused(V1 + "output_dir: outputs/test_rm\n", tmp_path)
+    assert "classification" in refused(V1 + "model_class: cls\n", tmp_path)
+    (tmp_path / "train_full_dpo.yaml").write_text(V1)
+    with pytest.raises(UserError, match="the file's name"):
+        convert_file(tmp_path / "train_full_dpo.yaml")
+    (tmp_path / "plain.yaml").write_text(V1.replace("Qwen3-4B", "Qwen3-VL-4B-Instruct") + "model_class: other\n")
+    assert convert_file(tmp_path / "plain.yaml").images == "qwen3_vl"
+
+
 def test_optimizers_that_decay_by_the_gradient_or_keep_master_weights_are_told_apart(converted: Convert) -> None:
     """torch.optim.Adam adds weight_decay to the gradient; Transformer Engine's FusedAdam decays as AdamW, on fp32 copies."""
     adam, said, _ = converted(AUTOMODEL.replace("torch.optim.AdamW", "torch.optim.Adam"))
