@@ -359,6 +359,22 @@ MISTRAL_COMMON = {
     r"mistral-small-(3\.1|24b)": "mistral-v7-tekken",
     r"ministral-8b|nemo": "mistral-v3-tekken",
 }
+# Templates whose turns do not end with a model's EOS token as such -> the token at the end of a turn.
+TURN_ENDS: Mapping[str, str] = {
+    **dict.fromkeys(("chatml", "hermes", "qwen", "qwen3", "qwen3.5", "qwen3.6", "phi4"), "<|im_end|>"),
+    "llama3": "<|eot_id|>",
+    "llama4": "<|eot|>",
+    "gemma": "<end_of_turn>",
+    "gemma4": "<turn|>",
+    "phi3": "<|end|>",
+}
+FAMILY_TEMPLATES = {**dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"), "gemma4_text": "gemma4", "phi3": "phi3"}
+# Models whose EOS token ends their turns too, by their names.
+ENDS_AS_EOS = (
+    (r"qwen-?[12]\S*(instruct|chat|-vl)|qwen-?3(?!.*base)|smollm\S*instruct|phi-?4", "<|im_end|>"),
+    (r"llama-?3\S*instruct", "<|eot_id|>"),
+    (r"llama-?4\S*instruct", "<|eot|>"),
+)
 OTHER_STYLES = ("alpaca", "metharme")  # Axolotl's names that are of no model
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 
@@ -404,6 +420,23 @@ def _add_mistral_turns(model: str, conversion: Conversion) -> None:
         conversion.add_difference("tokenizer_use_mistral_common", True, note)
     else:
         conversion.recipe["chat_template"] = name
+
+
+def report_turn_end(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where Axolotl leaves the end of a turn untrained: it trains the EOS token alone, without `eot_tokens`."""
+    entries = settings.get("datasets")
+    kinds = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    if settings.get("rl") or settings.get("eot_tokens") or not any(kind.startswith("chat_template") for kind in kinds):
+        return
+    name = name_model(settings)
+    template = str(conversion.recipe.get("chat_template") or FAMILY_TEMPLATES.get(guess_family(name) or ""))
+    end = TURN_ENDS.get(template)
+    eos = conversion.recipe.get("special_tokens", {}).get("eos_token")
+    if eos is None:
+        eos = next((token for pattern, token in ENDS_AS_EOS if re.search(pattern, name.lower())), None)
+    if end is not None and eos != end:
+        note = f"the EOS token alone ends a trained turn there: {end} is not trained unless it is that; it is here"
+        conversion.add_difference("eot_tokens", settings.get("eot_tokens"), note)
 
 
 def compare_turns(key: str, value: str, conversion: Conversion) -> None:

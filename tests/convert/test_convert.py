@@ -1099,6 +1099,39 @@ def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(converted: Conv
     assert "optim_config" in refused(V1 + "optim_config: {name: muon}\n", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("model", "template", "more", "is_untrained"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama3", "", True),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3", "", False),
+        ("mistralai/Mistral-7B-v0.1", "chatml", "", True),
+        ("mistralai/Mistral-7B-v0.1", "chatml", "special_tokens: {eos_token: <|im_end|>}", False),
+        ("mistralai/Mistral-7B-v0.1", "chatml", "eot_tokens: [<|im_end|>]", False),
+        ("microsoft/Phi-3.5-mini-instruct", "phi_3", "", True),
+        ("google/gemma-2-9b-it", "tokenizer_default", "", True),
+        ("Qwen/Qwen2.5-7B", "chatml", "", True),
+        ("Qwen/Qwen2.5-7B-Instruct", "chatml", "", False),
+    ],
+)
+def test_the_end_of_a_turn_that_axolotl_leaves_untrained_is_listed(
+    converted: Convert, model: str, template: str, more: str, is_untrained: bool
+) -> None:
+    """prompt_strategies/chat_template.py: without eot_tokens they are [tokenizer.eos_token]."""
+    rows = "datasets: [{path: a/b, type: chat_template}]"
+    said = converted(f"base_model: {model}\nchat_template: {template}\n{rows}\nsequence_len: 64\n{more}\n")[1]
+    assert ("the EOS token alone ends a trained turn there" in said) == is_untrained
+
+
+def test_long_rows_and_joined_documents_of_llama_factory_are_named(converted: Convert) -> None:
+    """data/processor/processor_utils.py, infer_seqlen; processor/pretrain.py: texts are concatenated, and cut into blocks."""
+    assert "its prompt and its answer are both cut there" in converted(LLAMA_FACTORY)[1]
+    pretrain = LLAMA_FACTORY.replace("stage: sft", "stage: pt")
+    ours, said, _ = converted(pretrain)
+    assert "documents are joined there" in said and "both cut" not in said
+    ours, said, _ = converted(pretrain + "packing: false\n")
+    assert ours["overlength"] == "truncate" and "documents are joined" not in said
+
+
 def test_the_method_of_a_v1_file_stands_on_its_command_line(converted: Convert, tmp_path: Path) -> None:
     """llamafactory/v1/launcher.py: sft, dpo and rm are commands; none is a key of the file."""
     assert "the command names the method of such a file" in converted(V1)[1]
