@@ -337,6 +337,9 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("Axolotl", name): ONE_TEXT for name in ("qwen3", "qwen3_5")},
     ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
 }
+# Axolotl's templates that write a space before an answer, which SentencePiece makes a token of its own.
+SPACED = ("mistral_v1", "mistral_v2v3")
+SPACE_TRAINED = "the token of the space before an answer is trained here, not there, where a tokenizer has one for it"
 # LLaMA-Factory trains their line break after an answer.
 BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
@@ -444,6 +447,8 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
     note = OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1]))
     if note is not None:
         conversion.add_difference(key, value, note)
+    if conversion.tool == "Axolotl" and value in SPACED:
+        conversion.add_remark(key, value, SPACE_TRAINED)
     name = conversion.recipe["chat_template"]
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
         conversion.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")

@@ -127,13 +127,15 @@ def _matching_layers(pattern: str) -> list[str]:
 def _convert_patterns(value: Any) -> list[str] | None:
     """Converts Axolotl's patterns of the start of a parameter's name; None where one names a range of rows.
 
-    >>> patterns = ["^lm_head.weight$", r"model.layers.4[4-7]+.mlp"]
+    A dot there is a dot, not any character; at the end of a pattern it says that a module's name is complete.
+
+    >>> patterns = ["^lm_head.weight$", r"model.layers.4[4-7]+.mlp", "transformer.blocks.[0-7]."]
     >>> _convert_patterns(patterns), _convert_patterns(["lm_head.weight[:32000]"])
-    (['lm_head.weight', 'model.layers.4[4-7]+.mlp'], None)
+    (['lm_head.weight', 'model.layers.4[4-7]+.mlp', 'transformer.blocks.[0-7]'], None)
     """
     if not isinstance(value, list) or any(re.search(r"\[\d*:\d*\]$", str(pattern)) for pattern in value):
         return None
-    return [str(pattern).removeprefix("^").removesuffix("$") for pattern in value]
+    return [re.sub(r"^\^|\\?\.?\$?$", "", str(pattern)) for pattern in value]
 
 
 def _convert_attention(value: Any) -> Any:
