@@ -117,14 +117,19 @@ def _read_trainer(tool: Tool, settings: ToolFile) -> AskedLayout:
     checkpoints = settings.get("gradient_checkpointing", tool != "Axolotl") or inner.get("activation_checkpointing")
     is_full_bf16 = tool == "Axolotl" and precision == "bf16" and (sharding == "none" or settings.get("bf16") == "full")
     pure_bf16 = settings.get("pure_bf16") is True or is_full_bf16
-    sequences = (settings.get("context_parallel_size"), settings.get("sequence_parallel_degree"))  # the older name
+    sequences = (
+        settings.get("context_parallel_size"),
+        settings.get("sequence_parallel_degree"),  # the older name
+        read_section(settings, "context_parallel").get("size"),
+    )
+    tensors = (settings.get("tensor_parallel_size"), settings.get("tensor_model_parallel_size"))
     return AskedLayout(
         sharding,
         precision,
         checkpointing=bool(checkpoints) and not settings.get("disable_gradient_checkpointing"),
         pure_bf16=pure_bf16,
         keeps_fp32=sharding != "none" and precision != "no" and not pure_bf16,
-        tensors=_read_size(settings.get("tensor_parallel_size")),
+        tensors=max(map(_read_size, tensors)),
         sequences=max(map(_read_size, sequences)),
     )
 

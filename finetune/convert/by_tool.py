@@ -60,6 +60,8 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
     report_turn_end(settings, conversion)
+    if settings.get("nf4_backend") == "torchao":
+        conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
     optim = str(recipe.get("optim"))
     if optim not in OPTIMIZERS or not OPTIMIZERS[optim].count_matrix:
         return

@@ -278,6 +278,9 @@ def _report_unknown(key: str, value: Any, known: Mapping[str, Counterpart], conv
         conversion.ignored.append(key)
     elif value is not None:
         close = difflib.get_close_matches(key, [*known, *recipe_keys()], n=1, cutoff=0.75)
+        if not close and value in NOTHING:
+            conversion.ignored.append(key)  # what is not known here, and is not asked for
+            return
         meant = f"; did you mean {close[0]}?" if close else ""
         conversion.add_difference(key, value, f"not known here{meant}")
 

@@ -226,7 +226,7 @@ RATED_FORMS = {
 ARGILLA = {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}  # of pairs
 MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # whole conversations, which are recognized
 OWN_TEMPLATES = ("chatml", "llama3")
-KNOWN_COLUMNS = ("prompt", "chosen", "rejected", "messages", "completion", "label")
+KNOWN_COLUMNS = ("chat_template_kwargs", "prompt", "chosen", "rejected", "messages", "completion", "label")
 
 
 def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conversion) -> Sources:
@@ -372,11 +372,15 @@ def _read_trl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
 
 def _read_axolotl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     styles: set[str] = set()
+    variables = read_section(settings, "chat_template_kwargs")
+
+    def read_entry(entry: DataSetEntry) -> Sources:
+        return _read_axolotl_entry(entry, variables, conversion)
 
     def read(key: str) -> Sources:
         entries = list_entries(settings.get(key), key, source)
         styles.update(str(entry.unread.get("type")) for entry in entries)
-        return read_each("Axolotl", entries, lambda entry: _read_axolotl_entry(entry, conversion), conversion)
+        return read_each("Axolotl", entries, read_entry, conversion)
 
     train = read("datasets") + read("pretraining_dataset")
     held_out = read("test_datasets")
@@ -387,7 +391,8 @@ def _read_axolotl(settings: ToolFile, source: Path, conversion: Conversion) -> t
     return train, held_out
 
 
-def _read_axolotl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
+def _read_axolotl_entry(entry: DataSetEntry, variables: dict[str, Any], conversion: Conversion) -> Sources:
+    """Reads an entry of Axolotl's. `variables`: what its chat templates read beside the messages."""
     if compares_answers(conversion):
         return _read_axolotl_preferences(entry, conversion.recipe["method"], conversion)
     entry.flatten("type", "message_property_mappings", "roles")
@@ -407,6 +412,8 @@ def _read_axolotl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
         keys["completion_column"] = entry.take(f"{prefix}field_output") or "output"
     if has_columns and "type.format" not in entry.unread:
         conversion.add_difference(f"{entry.where}.type", None, SPACE_AFTER)
+    if name == "chat_template" and variables:
+        keys["chat_template_kwargs"] = variables
     if has_columns or name == "alpaca":
         keys["answers_apart"] = True
     return make_sources(entry.take_paths(), messages_column=entry.take("field_messages"), **keys)

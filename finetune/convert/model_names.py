@@ -46,6 +46,7 @@ FAMILIES = (
     (r"qwen-?3(\.\d|[-_.]?(5|next))", "qwen3_5_text"),
     (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
     (r"qwen-?3", "qwen3"),
+    (r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)", None),  # the first generation's, which is not transformers'
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"),
     (r"qwen", "qwen2"),
     (r"gemma-?4.*a\d+b", None),
@@ -114,7 +115,7 @@ MULTIMODAL_MODEL = re.compile(
 )
 # Mixtures whose files hold numbers that are not read, whose code is not transformers' own, or that were not tried.
 MOE_MODEL = re.compile(
-    r"deepseek[-_]?v4|minimax-?m3|kimi-k2|ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|arctic|mistral-small-4|grok|step-3|"
+    r"deepseek[-_]?v4|minimax-?m3|kimi-k2|ling[-_](mini|flash|1t|\d)|ring[-_](mini|flash)|arctic|mistral-small-4|grok|step-3|"
     r"\bmimo(?!-7b|-v2-flash)"
 )
 MOE_CAUSE = "mixtures of experts whose files or code are of another kind, or not tried yet"
@@ -123,6 +124,8 @@ MIXTURE = re.compile(
     r"nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|mixtral|"
     r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|jamba|dots\.?1"
 )
+FIRST_QWEN = re.compile(r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)")
+DIFFUSION_MODEL = re.compile(r"labs-diffusion|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower")
 HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
 # Of FP8 and MXFP4 their config says whether they are read.
 QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|[-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized")
@@ -130,6 +133,8 @@ REFUSED_NAMES = {
     AUDIO_MODEL: "audio",
     MULTIMODAL_MODEL: "multimodal",
     MOE_MODEL: MOE_CAUSE,
+    FIRST_QWEN: "a model whose code is not in transformers",
+    DIFFUSION_MODEL: "diffusion",
     HYBRID_MODEL: "hybrid or linear attention",
     QUANTIZED_MODEL: "quantized weights",
 }

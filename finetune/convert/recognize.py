@@ -35,13 +35,14 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
     "Axolotl": {
         "reward model": ("reward_model", "process_reward_model"),
         "classification": ("num_labels",),
-        "diffusion": ("diffusion",),
+        "diffusion": ("diffusion", "diffusion_lm"),
         "distillation": ("kd_trainer",),
         "1-bit training": ("use_onebitllms",),
     },
     "LLaMA-Factory": {
         "LLaMA-Factory's v1 schema with that key": ("optim_config", "lr_scheduler_config", "quant_config"),
         "LLaMA Pro": ("use_llama_pro",),
+        "KTransformers": ("use_kt", "kt_optimize_rule", "kt_weight_path", "kt_expert_checkpoint_path"),
         FROM_SCRATCH: ("train_from_scratch",),
     },
     "torchtune": {
