@@ -1,5 +1,6 @@
 """Other tools' data sets as entries of `datasets` and `eval_datasets`."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -523,10 +524,35 @@ def _take_alpaca_columns(entry: DataSetEntry) -> dict[str, Any]:
     return {"type": "messages", "prompt_column": prompt, "completion_column": entry.take(f"columns.{answer}")}
 
 
+SWIFT_HUB = "names of ModelScope's hub there: name a file, or the data set on Hugging Face's hub, where it is not the same"
+SWIFT_NAME = re.compile(r"(?P<path>[^#]*?)(?::(?P<name>[\w/-]+))?(?:#(?P<count>\d+))?")
+
+
+def _read_swift(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+    """Reads names as path:subset#count."""
+    train = _list_swift(settings.get("dataset"))
+    held_out = _list_swift(settings.get("val_dataset"))
+    names = [entry["path"] for entry in train + held_out if not Path(entry["path"]).suffix]
+    if names and not settings.get("use_hf"):
+        conversion.to_do.append(f"datasets: {', '.join(names)}: {SWIFT_HUB}")
+    return train, held_out
+
+
+def _list_swift(value: Any) -> Sources:
+    sources: Sources = []
+    for text in value if isinstance(value, list) else [value]:
+        match = SWIFT_NAME.fullmatch(str(text or "").removeprefix("HF::").removeprefix("MS::"))
+        if match is not None and match["path"]:
+            count = int(match["count"]) if match["count"] else None
+            sources += make_sources([match["path"]], name=match["name"], max_samples=count)
+    return sources
+
+
 READERS: Mapping[Tool, Callable[[ToolFile, Path, Conversion], tuple[Sources, Sources]]] = {
     "TRL": _read_trl,
     "Axolotl": _read_axolotl,
     "LLaMA-Factory": _read_factory,
     "torchtune": _read_torchtune,
     "Automodel": _read_automodel,
+    "ms-swift": _read_swift,
 }

@@ -194,6 +194,7 @@ def name_model(settings: ToolFile) -> str:
     return str(
         settings.get("base_model")
         or settings.get("model_name_or_path")
+        or (settings.get("model") if isinstance(settings.get("model"), str) else "")
         or read_section(settings, "model").get("pretrained_model_name_or_path")
         or read_section(settings, "checkpointer").get("checkpoint_dir")
         or ""
@@ -484,6 +485,7 @@ CHATML = "<|im_end|>"
 ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("tokens",),
     "LLaMA-Factory": ("add_tokens", "add_special_tokens"),
+    "ms-swift": ("new_special_tokens",),
 }
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
