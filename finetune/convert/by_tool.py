@@ -26,8 +26,8 @@ TENTH = "a tenth of the steps, but at most 1000 there"
 SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
 V1_COMMAND = "stage: sft   (the command names the method of such a file, as in llamafactory-cli sft; it does not)"
 JOINED = "documents are joined there, cut into blocks of cutoff_len, and attend to those before; each is apart here"
-SWIFT_TURNS = "ms-swift writes the model's turns by a template of its own; the tokenizer's is used here: compare the two"
-SHARED_CUT = "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by their shares; its end here)"
+SWIFT_TURNS = "ms-swift writes the model's turns by templates of its own; the tokenizer's is used here: compare them"
+SHARED_CUT = "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its end here)"
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
 

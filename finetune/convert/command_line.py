@@ -1,4 +1,4 @@
-"""Another tool's command line, from a shell script or the argument of `finetune convert`, as the settings of its file."""
+"""Another tool's command line, from a script or the argument of `finetune convert`, as the settings of its file."""
 
 import re
 import shlex
@@ -164,7 +164,7 @@ def _read_value(text: str) -> Any:
 def _read_file(name: str, source: Path) -> dict[str, Any]:
     path = find_from_root(source, name) if source.is_file() else Path(name)
     if path is None or not path.is_file():
-        raise UserError(f"{source}: {name}: no such file, from here or from the script's folder; name it as it is found")
+        raise UserError(f"{source}: {name}: no such file, here or in the script's folder; name it as it is found")
     settings = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     if not isinstance(settings, dict):
         raise UserError(f"{path}: a file of `key: value` lines is expected")

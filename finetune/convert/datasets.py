@@ -524,7 +524,7 @@ def _take_alpaca_columns(entry: DataSetEntry) -> dict[str, Any]:
     return {"type": "messages", "prompt_column": prompt, "completion_column": entry.take(f"columns.{answer}")}
 
 
-SWIFT_HUB = "names of ModelScope's hub there: name a file, or the data set on Hugging Face's hub, where it is not the same"
+SWIFT_HUB = "names of ModelScope's hub there: name a file, or the data set on Hugging Face's, where it differs"
 SWIFT_NAME = re.compile(r"(?P<path>[^#]*?)(?::(?P<name>[\w/-]+))?(?:#(?P<count>\d+))?")
 
 

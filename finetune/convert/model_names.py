@@ -377,7 +377,11 @@ TURN_ENDS: Mapping[str, str] = {
     "gemma4": "<turn|>",
     "phi3": "<|end|>",
 }
-FAMILY_TEMPLATES = {**dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"), "gemma4_text": "gemma4", "phi3": "phi3"}
+FAMILY_TEMPLATES = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
+    "gemma4_text": "gemma4",
+    "phi3": "phi3",
+}
 # Models whose EOS token ends their turns too, by their names.
 ENDS_AS_EOS = (
     (r"qwen-?[12]\S*(instruct|chat|-vl)|qwen-?3(?!.*base)|smollm\S*instruct|phi-?4", "<|im_end|>"),
@@ -434,7 +438,8 @@ def _add_mistral_turns(model: str, conversion: Conversion) -> None:
 def report_turn_end(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where Axolotl leaves the end of a turn untrained: it trains the EOS token alone, without `eot_tokens`."""
     entries = settings.get("datasets")
-    kinds = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    entries = entries if isinstance(entries, list) else []
+    kinds = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)]
     if settings.get("rl") or settings.get("eot_tokens") or not any(kind.startswith("chat_template") for kind in kinds):
         return
     name = name_model(settings)

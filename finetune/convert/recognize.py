@@ -14,7 +14,14 @@ from finetune.convert.command_line import COMMAND, is_command, read_command
 from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
 from finetune.convert.foreign_values import shorten
 from finetune.convert.hints import find_texts, is_factory_v1, recognize_tool
-from finetune.convert.model_names import AUDIO_MODEL, MULTIMODAL_MODEL, Unsupported, find_images, find_refused_models, name_model
+from finetune.convert.model_names import (
+    AUDIO_MODEL,
+    MULTIMODAL_MODEL,
+    Unsupported,
+    find_images,
+    find_refused_models,
+    name_model,
+)
 from finetune.convert.objectives import (
     AXOLOTL_METHODS,
     asks_for_rounding,
@@ -80,7 +87,12 @@ TRL_CAUSES = {
     "gkd": "distillation",
     "rloo": "online RL",
 }
-MEGATRON_KEYS = ("micro_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "recompute_granularity")
+MEGATRON_KEYS = (
+    "micro_batch_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "recompute_granularity",
+)
 FACTORY_STAGES = {"rm": "reward model", "ppo": "online RL"}
 V1_COMMANDS = {  # of its command line, by the names of files, folders and data
     "dpo": "a preference file of LLaMA-Factory's v1, whose keys are not published",
@@ -152,8 +164,8 @@ def load_settings(source: Path) -> tuple[Tool, dict[str, Any], str]:
     Raises `UserError` where the file cannot be read, a `Refusal` where it is no training file of a known tool.
     """
     if is_command(source):
-        tool, settings, text = read_command(source)
-        return tool, _adapt_settings(tool, settings, source), text
+        named, options, command = read_command(source)
+        return named, _adapt_settings(named, options, source), command
     _, problems = read_entries(source, is_foreign=True)  # what is wrong with it as YAML, and where
     if problems:
         raise UserError.of(problems)
@@ -248,7 +260,14 @@ def _methods(tool: Tool, settings: ToolFile) -> Iterator[Unsupported]:
         key = "qat" if settings.get("qat") else "quantizer"
         cause = "quantization-aware training that torchao finishes on some GPUs only"
         yield f"{key}: {shorten(settings[key])}", cause, True
-    others = {"TRL": _trl, "Axolotl": _axolotl, "LLaMA-Factory": _factory, "torchtune": _torchtune, "Automodel": _automodel, "ms-swift": _swift}
+    others = {
+        "TRL": _trl,
+        "Axolotl": _axolotl,
+        "LLaMA-Factory": _factory,
+        "torchtune": _torchtune,
+        "Automodel": _automodel,
+        "ms-swift": _swift,
+    }
     if tool in others:
         yield from others[tool](settings)
 
@@ -264,7 +283,8 @@ def _swift(settings: ToolFile) -> Iterator[Unsupported]:
     command = str(settings.get(COMMAND, "rlhf" if "rlhf_type" in settings else "sft"))
     if command == "rlhf":
         kind = str(settings.get("rlhf_type", "dpo"))
-        yield f"rlhf_type: {kind}", FACTORY_STAGES.get(kind, f"{kind.upper()} by ms-swift, whose rows are its own"), True
+        cause = FACTORY_STAGES.get(kind, f"{kind.upper()} by ms-swift, whose rows are its own")
+        yield f"rlhf_type: {kind}", cause, True
     elif command == "pt":
         yield "swift pt", "pretraining by ms-swift, whose rows are conversations of the assistant alone", True
     elif command != "sft":

@@ -57,8 +57,20 @@ SCHEDULES = {
     "warmup_stable_decay": "warmup_stable_decay",
 }
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-ATTENTION = {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "auto"}
-OVERLENGTH = {"drop": "drop", "truncate": "truncate", "raise": "error", "delete": "drop", "right": "truncate", "split": "split"}
+ATTENTION = {
+    **dict.fromkeys(("fa2", "flash_attn"), "flash_attention_2"),
+    "sdpa": "sdpa",
+    "disabled": "eager",
+    "auto": "auto",
+}
+OVERLENGTH = {
+    "drop": "drop",
+    "delete": "drop",
+    "truncate": "truncate",
+    "right": "truncate",
+    "split": "split",
+    "raise": "error",
+}
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 TORCHTUNE_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 LINEAR_LAYERS = {

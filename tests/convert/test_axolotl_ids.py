@@ -63,9 +63,7 @@ def make_ours(name: str, row: dict[str, str], tokenizer: Any, folder: Path, *, t
     """(ids, trained) of a row by the converted recipe."""
     file = folder / "theirs.yaml"
     entry = {"path": "rows.jsonl", **STRATEGIES[name]}
-    file.write_text(
-        yaml.safe_dump({"base_model": "org/llama", "train_on_inputs": trains_prompt, "datasets": [entry]})
-    )
+    file.write_text(yaml.safe_dump({"base_model": "org/llama", "train_on_inputs": trains_prompt, "datasets": [entry]}))
     recipe = convert_file(file).recipe
     tokenizer.chat_template = read_template(recipe["chat_template"]) if "chat_template" in recipe else None
     source = DatasetSource(**recipe["datasets"][0])
