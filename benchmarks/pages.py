@@ -119,11 +119,12 @@ def _bound(item: Any) -> Iterable[str]:
 def coming_from_page() -> str:
     """docs/coming-from.md, from the tables."""
     lines = [
-        "# Coming from TRL, Axolotl, LLaMA-Factory, torchtune or NeMo Automodel",
+        "# Coming from TRL, Axolotl, LLaMA-Factory, torchtune, NeMo Automodel or ms-swift",
         "",
         "`finetune convert THEIR.yaml --output recipe.yaml` converts their file into a recipe: its values, and",
         "that tool's defaults where ours differ. Differences are listed in it; a file of another method is "
-        "refused by name.",
+        "refused by name. In place of a file it takes a script, or a command line in quotes: "
+        '`finetune convert "trl dpo --model_name_or_path ..."`.',
         "The recipe is judged by the rules of a run, for the family that the model's config or name says: what would "
         "be refused",
         "is changed, with a line. Where no shipped Accelerate file computes as theirs does (fp16, FP8, tensor "

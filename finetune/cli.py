@@ -239,9 +239,11 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     _flag(checkpoints, "--json", "print JSON")
 
     convert = _add(
-        subcommands, "convert", "write a recipe from TRL's, Axolotl's, LLaMA-Factory's, torchtune's, Automodel's"
+        subcommands,
+        "convert",
+        "write a recipe from another tool's: TRL, Axolotl, LLaMA-Factory, torchtune, Automodel, ms-swift",
     )
-    _take(convert, "source", "THEIR.yaml", "the other tool's file")
+    _take(convert, "source", "THEIR.yaml", "the other tool's file, a script, or a command line in quotes")
     _take(convert, "--output", "FILE", "the recipe to write (default: print it)")
     _flag(convert, "--overwrite", "replace FILE where it exists")
 

@@ -281,6 +281,7 @@ COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
     "chosen_column": ("pairs", "scored_pairs", "ratings"),
     "rejected_column": ("pairs", "scored_pairs", "ratings"),
     "label_column": ("ratings", "classes"),
+    "answers_apart": ("answers",),
 }
 
 

@@ -166,7 +166,9 @@ class DatasetSource:
     alpaca_prompt: Annotated[bool,
         "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), "
         "inside the user's turn; chat_template: alpaca writes that wording without turns."] = False
-
+    answers_apart: Annotated[bool,
+        "Encode prompt and answer as two texts, as Axolotl does for type alpaca. It matters where a tokenizer puts a "
+        "space before every text (SentencePiece): the answer then begins with one."] = False
     chat_template_kwargs: Annotated[dict[str, Any] | None,
         "What the chat template reads beside the messages, as enable_thinking: false. A row's own "
         "chat_template_kwargs come before these."] = None

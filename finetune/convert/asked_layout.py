@@ -116,15 +116,22 @@ def _read_trainer(tool: Tool, settings: ToolFile) -> AskedLayout:
     inner = _drop_prefix(read_section(settings, "fsdp_config"))
     checkpoints = settings.get("gradient_checkpointing", tool != "Axolotl") or inner.get("activation_checkpointing")
     is_full_bf16 = tool == "Axolotl" and precision == "bf16" and (sharding == "none" or settings.get("bf16") == "full")
-    pure_bf16 = settings.get("pure_bf16") is True or is_full_bf16
-    sequences = (settings.get("context_parallel_size"), settings.get("sequence_parallel_degree"))  # the older name
+    is_loaded_bf16 = tool == "ms-swift" and precision == "bf16" and sharding == "none"
+    pure_bf16 = settings.get("pure_bf16") is True or is_full_bf16 or is_loaded_bf16
+    sequences = (
+        settings.get("context_parallel_size"),
+        settings.get("sequence_parallel_degree"),  # the older name
+        read_section(settings, "context_parallel").get("size"),
+        settings.get("sequence_parallel_size"),
+    )
+    tensors = (settings.get("tensor_parallel_size"), settings.get("tensor_model_parallel_size"))
     return AskedLayout(
         sharding,
         precision,
         checkpointing=bool(checkpoints) and not settings.get("disable_gradient_checkpointing"),
         pure_bf16=pure_bf16,
         keeps_fp32=sharding != "none" and precision != "no" and not pure_bf16,
-        tensors=_read_size(settings.get("tensor_parallel_size")),
+        tensors=max(map(_read_size, tensors)),
         sequences=max(map(_read_size, sequences)),
     )
 
@@ -132,6 +139,10 @@ def _read_trainer(tool: Tool, settings: ToolFile) -> AskedLayout:
 def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
     asks_fp16 = settings.get("fp16") is True or settings.get("float16") is True
     asks_bf16 = any(settings.get(key) for key in ("bf16", "bfloat16", "pure_bf16"))
+    if tool == "ms-swift":
+        dtype = str(settings.get("torch_dtype") or "bfloat16")  # the model's own, which is bfloat16 as a rule
+        asks_fp16 = asks_fp16 or dtype == "float16"
+        asks_bf16 = asks_bf16 or dtype == "bfloat16"
     is_trls_default = tool == "TRL" and "bf16" not in settings and not asks_fp16
     if asks_bf16 or is_trls_default:
         return "bf16"

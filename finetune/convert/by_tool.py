@@ -4,11 +4,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import QLORA
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number
-from finetune.convert.rules import Conversion, convert_targets, read_section
+from finetune.convert.hints import is_factory_v1
+from finetune.convert.model_names import report_turn_end
+from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
 
 DIONS_MUON = (
     "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov "
@@ -20,6 +24,10 @@ NOT_CUT = (None, False, "do_not_truncate")
 MLP_LAYERS = ("w1", "w3", "w2")
 TENTH = "a tenth of the steps, but at most 1000 there"
 SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
+V1_COMMAND = "stage: sft   (the command names the method of such a file, as in llamafactory-cli sft; it does not)"
+JOINED = "documents are joined there, cut into blocks of cutoff_len, and attend to those before; each is apart here"
+SWIFT_TURNS = "ms-swift writes the model's turns by templates of its own; the tokenizer's is used here: compare them"
+SHARED_CUT = "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its end here)"
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
 
@@ -28,6 +36,10 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     tool = conversion.tool
     if tool == "Axolotl":
         _adapt_axolotl(settings, conversion)
+    elif tool == "ms-swift":
+        _adapt_swift(settings, conversion)
+    elif tool == "LLaMA-Factory":
+        _adapt_factory(settings, text, conversion)
     elif tool == "torchtune":
         _adapt_torchtune(settings, text, conversion)
     elif tool == "Automodel":
@@ -50,6 +62,9 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
             recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
+    report_turn_end(settings, conversion)
+    if settings.get("nf4_backend") == "torchao":
+        conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
     optim = str(recipe.get("optim"))
     if optim not in OPTIMIZERS or not OPTIMIZERS[optim].count_matrix:
         return
@@ -57,6 +72,36 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    scale = str(settings.get("loss_scale") or "default")
+    if scale == "all":
+        recipe["assistant_only_loss"] = False
+    elif scale == "last_round":
+        recipe["turns"] = "last"
+    elif scale != "default":
+        conversion.add_difference("loss_scale", scale, "every token of an answer counts alike here")
+    if not settings.get("template"):
+        conversion.add_difference("template", None, SWIFT_TURNS)
+    adapters = convert_names(settings.get("adapters")) or []
+    if len(adapters) == 1:
+        recipe["adapter_name_or_path"] = adapters[0]
+    elif adapters:
+        conversion.add_difference("adapters", adapters, "one adapter is trained further", "several adapters at once")
+
+
+def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    if is_factory_v1(yaml.safe_load(text)):
+        conversion.remarks.append(V1_COMMAND)
+    elif settings.get("stage") == "pt" and settings.get("packing", True):
+        conversion.add_difference("stage", "pt", JOINED)
+    elif settings.get("stage") == "pt":
+        recipe["overlength"] = "truncate"
+    else:
+        conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
 
 
 def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:

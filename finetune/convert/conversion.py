@@ -21,6 +21,7 @@ from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
 from finetune.convert.by_tool import adapt_tool
+from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import GRPO, NOTES, Counterpart, Tool, ToolFile, list_counterparts
 from finetune.convert.datasets import add_sources
@@ -55,11 +56,12 @@ def convert_command(arguments: argparse.Namespace) -> int:
     Returns 0, or 1 where something is left to do before the recipe can train.
     """
     source = Path(arguments.source)
-    refuse_own(source)
+    if not is_command(source):
+        refuse_own(source)
     conversion = convert_file(source)
     problems = read_back(conversion.recipe)
     if conversion.accelerate_file is not None:
-        path = accelerate_path(Path(arguments.output or source.name))
+        path = accelerate_path(Path(arguments.output or _name(source)))
         conversion.recipe["accelerate_config"] = path.name
         if not arguments.output:
             conversion.to_do.append(f"accelerate_config: {path.name} is written beside the recipe with --output")
@@ -77,6 +79,10 @@ def convert_command(arguments: argparse.Namespace) -> int:
     for line in notes + to_do:
         print(line, file=sys.stderr)
     return EXIT_TO_DO if conversion.to_do else 0
+
+
+def _name(source: Path) -> str:
+    return source.name if source.is_file() else "a command line"
 
 
 def _write_files(output: Path, recipe: str, accelerate_file: str | None, overwrite: bool) -> None:
@@ -128,7 +134,7 @@ def is_ours(settings: ToolFile, source: Path) -> bool:
 
 def as_text(source: Path, conversion: Conversion) -> str:
     """Returns the recipe file, with what differs as comments at its end."""
-    text = f"# From {source.name} ({conversion.tool}) by finetune convert.\n"
+    text = f"# From {_name(source)} ({conversion.tool}) by finetune convert.\n"
     text += yaml.safe_dump(conversion.recipe, sort_keys=False, allow_unicode=True)
     sections = {"To do": conversion.to_do, "Different here": conversion.differences, "Worth a look": conversion.remarks}
     for title, lines in sections.items():
@@ -278,6 +284,9 @@ def _report_unknown(key: str, value: Any, known: Mapping[str, Counterpart], conv
         conversion.ignored.append(key)
     elif value is not None:
         close = difflib.get_close_matches(key, [*known, *recipe_keys()], n=1, cutoff=0.75)
+        if not close and value in NOTHING:
+            conversion.ignored.append(key)  # what is not known here, and is not asked for
+            return
         meant = f"; did you mean {close[0]}?" if close else ""
         conversion.add_difference(key, value, f"not known here{meant}")
 

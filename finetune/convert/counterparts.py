@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 from finetune.config.other_names import PRECISION, TRUNCATED
 
-Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel"]
+Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel", "ms-swift"]
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 ToolFile: TypeAlias = Mapping[str, Any]  # what a file of one of these tools says
 

@@ -1,5 +1,6 @@
 """Other tools' data sets as entries of `datasets` and `eval_datasets`."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,7 +227,7 @@ RATED_FORMS = {
 ARGILLA = {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}  # of pairs
 MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # whole conversations, which are recognized
 OWN_TEMPLATES = ("chatml", "llama3")
-KNOWN_COLUMNS = ("prompt", "chosen", "rejected", "messages", "completion", "label")
+KNOWN_COLUMNS = ("chat_template_kwargs", "prompt", "chosen", "rejected", "messages", "completion", "label")
 
 
 def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conversion) -> Sources:
@@ -303,6 +304,7 @@ ALPACA_PROMPT = (
     "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is read by a chat template"
 )
 ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
+SPACE_AFTER = "without a format a prompt ends with a space there"
 PROMPT_ALONE = (
     "has no effect on this entry: of a prompt with its completion the completion alone is trained on; "
     "type: messages makes a conversation of the two"
@@ -371,11 +373,15 @@ def _read_trl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
 
 def _read_axolotl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
     styles: set[str] = set()
+    variables = read_section(settings, "chat_template_kwargs")
+
+    def read_entry(entry: DataSetEntry) -> Sources:
+        return _read_axolotl_entry(entry, variables, conversion)
 
     def read(key: str) -> Sources:
         entries = list_entries(settings.get(key), key, source)
         styles.update(str(entry.unread.get("type")) for entry in entries)
-        return read_each("Axolotl", entries, lambda entry: _read_axolotl_entry(entry, conversion), conversion)
+        return read_each("Axolotl", entries, read_entry, conversion)
 
     train = read("datasets") + read("pretraining_dataset")
     held_out = read("test_datasets")
@@ -386,7 +392,8 @@ def _read_axolotl(settings: ToolFile, source: Path, conversion: Conversion) -> t
     return train, held_out
 
 
-def _read_axolotl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
+def _read_axolotl_entry(entry: DataSetEntry, variables: dict[str, Any], conversion: Conversion) -> Sources:
+    """Reads an entry of Axolotl's. `variables`: what its chat templates read beside the messages."""
     if compares_answers(conversion):
         return _read_axolotl_preferences(entry, conversion.recipe["method"], conversion)
     entry.flatten("type", "message_property_mappings", "roles")
@@ -404,6 +411,12 @@ def _read_axolotl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
     if has_columns or (name == "alpaca" and {"field_instruction", "field_output"} & entry.unread.keys()):
         keys["prompt_column"] = entry.take(f"{prefix}field_instruction") or "instruction"
         keys["completion_column"] = entry.take(f"{prefix}field_output") or "output"
+    if has_columns and "type.format" not in entry.unread:
+        conversion.add_difference(f"{entry.where}.type", None, SPACE_AFTER)
+    if name == "chat_template" and variables:
+        keys["chat_template_kwargs"] = variables
+    if has_columns or name == "alpaca":
+        keys["answers_apart"] = True
     return make_sources(entry.take_paths(), messages_column=entry.take("field_messages"), **keys)
 
 
@@ -511,10 +524,35 @@ def _take_alpaca_columns(entry: DataSetEntry) -> dict[str, Any]:
     return {"type": "messages", "prompt_column": prompt, "completion_column": entry.take(f"columns.{answer}")}
 
 
+SWIFT_HUB = "names of ModelScope's hub there: name a file, or the data set on Hugging Face's, where it differs"
+SWIFT_NAME = re.compile(r"(?P<path>[^#]*?)(?::(?P<name>[\w/-]+))?(?:#(?P<count>\d+))?")
+
+
+def _read_swift(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+    """Reads names as path:subset#count."""
+    train = _list_swift(settings.get("dataset"))
+    held_out = _list_swift(settings.get("val_dataset"))
+    names = [entry["path"] for entry in train + held_out if not Path(entry["path"]).suffix]
+    if names and not settings.get("use_hf"):
+        conversion.to_do.append(f"datasets: {', '.join(names)}: {SWIFT_HUB}")
+    return train, held_out
+
+
+def _list_swift(value: Any) -> Sources:
+    sources: Sources = []
+    for text in value if isinstance(value, list) else [value]:
+        match = SWIFT_NAME.fullmatch(str(text or "").removeprefix("HF::").removeprefix("MS::"))
+        if match is not None and match["path"]:
+            count = int(match["count"]) if match["count"] else None
+            sources += make_sources([match["path"]], name=match["name"], max_samples=count)
+    return sources
+
+
 READERS: Mapping[Tool, Callable[[ToolFile, Path, Conversion], tuple[Sources, Sources]]] = {
     "TRL": _read_trl,
     "Axolotl": _read_axolotl,
     "LLaMA-Factory": _read_factory,
     "torchtune": _read_torchtune,
     "Automodel": _read_automodel,
+    "ms-swift": _read_swift,
 }

@@ -28,6 +28,17 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "TRL": TRAINER | {"max_length": 1024, "packing": False, "assistant_only_loss": False},
     "Axolotl": {"max_length": 512, "packing": False, "warmup_ratio": 0.03, "save_total_limit": 4},
     "LLaMA-Factory": TRAINER | {"packing": False, "learning_rate": 5e-5, "use_peft": True},
+    "ms-swift": TRAINER
+    | {
+        "packing": False,
+        "overlength": "drop",
+        "per_device_train_batch_size": 1,
+        "lr_scheduler_type": "cosine",
+        "use_peft": True,
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "learning_rate": 1e-4,
+    },
     "torchtune": COMPONENTS | {"max_grad_norm": None},
     "Automodel": COMPONENTS | {"num_train_epochs": 10.0},
 }
@@ -36,6 +47,7 @@ LORA_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "Axolotl": {"lora_r": 8, "lora_alpha": 8},
     "LLaMA-Factory": {"lora_r": 8},
     "torchtune": {"lora_r": 8, "lora_alpha": 16},
+    "ms-swift": {"lora_r": 8, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": "all-linear"},
     "Automodel": {"lora_r": 8},
 }
 # Of a 4-bit base: the settings that each tool gives bitsandbytes where the file gives none (torchtune: torchao's NF4).
@@ -50,6 +62,8 @@ def add_defaults(settings: ToolFile, conversion: Conversion) -> None:
     """Writes the tool's defaults into the recipe where ours differ."""
     recipe = conversion.recipe
     defaults = dict(DEFAULTS[conversion.tool])
+    if conversion.tool == "ms-swift":
+        _fit_swift(conversion, defaults)
     _bound_length(settings, conversion, defaults)
     _fit_schedule(conversion, defaults)
     _fit_data(settings, conversion, defaults)
@@ -61,9 +75,20 @@ def add_defaults(settings: ToolFile, conversion: Conversion) -> None:
     _drop_keys_of_adapters(recipe)
 
 
+def _fit_swift(conversion: Conversion, defaults: dict[str, Any]) -> None:
+    """Sets what depends there on the kind of tuning, and on the batch: 16 rows a step, on all processes."""
+    recipe = conversion.recipe
+    if recipe.get("use_peft") is False:
+        defaults["learning_rate"] = 1e-5
+    rows = recipe.get("per_device_train_batch_size", 1)
+    if "gradient_accumulation_steps" not in recipe and isinstance(rows, int) and rows > 0:
+        recipe["gradient_accumulation_steps"] = -(-16 // rows)
+        conversion.add_remark("gradient_accumulation_steps", None, "16 rows a step there, divided by the processes")
+
+
 def _bound_length(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
     tool = conversion.tool
-    is_unlimited = tool in OF_COMPONENTS or (tool == "TRL" and settings.get("max_length", 0) is None)
+    is_unlimited = tool in (*OF_COMPONENTS, "ms-swift") or (tool == "TRL" and settings.get("max_length", 0) is None)
     if is_unlimited and conversion.recipe.get("max_length") is None:
         conversion.recipe.pop("max_length", None)
         defaults |= UNLIMITED

@@ -46,6 +46,7 @@ NO_EFFECT = (
     "shuffle_seed",
     "start_of_turn_token",
     "packed",
+    "ds_type",
 )
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files
 

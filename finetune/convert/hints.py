@@ -9,6 +9,7 @@ from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.convert.counterparts import NOTES, TOOL_NAMES, Counterpart, Tool, list_counterparts
 
 FEW_NAMES = 3  # of a tool's own, above which a file is taken for one of its files
+SWIFT_KEYS = {"tuner_type", "train_type", "rlhf_type", "split_dataset_ratio", "loss_scale", "truncation_strategy"}
 FLAT = [tool for tool in TOOL_NAMES if tool != "Automodel"]  # whose files are nested throughout
 
 
@@ -18,6 +19,8 @@ def recognize_tool(file: Mapping[str, Any]) -> Tool | None:
         return "Automodel"
     if any(True for _ in find_texts(file, "_component_")):
         return "torchtune"
+    if "model" in file and SWIFT_KEYS & file.keys():
+        return "ms-swift"
     if "base_model" in file or {"sequence_len", "micro_batch_size"} & file.keys():
         return "LLaMA-Factory" if is_factory_v1(file) else "Axolotl"
     if {"finetuning_type", "stage", "cutoff_len", "template", "export_dir"} & file.keys() or is_factory_v1(file):

@@ -46,6 +46,7 @@ FAMILIES = (
     (r"qwen-?3(\.\d|[-_.]?(5|next))", "qwen3_5_text"),
     (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
     (r"qwen-?3", "qwen3"),
+    (r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)", None),  # the first generation's, which is not transformers'
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"),
     (r"qwen", "qwen2"),
     (r"gemma-?4.*a\d+b", None),
@@ -114,7 +115,7 @@ MULTIMODAL_MODEL = re.compile(
 )
 # Mixtures whose files hold numbers that are not read, whose code is not transformers' own, or that were not tried.
 MOE_MODEL = re.compile(
-    r"deepseek[-_]?v4|minimax-?m3|kimi-k2|ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|arctic|mistral-small-4|grok|step-3|"
+    r"deepseek[-_]?v4|minimax-?m3|kimi-k2|ling[-_](mini|flash|1t|\d)|ring[-_](mini|flash)|arctic|mistral-small-4|grok|step-3|"
     r"\bmimo(?!-7b|-v2-flash)"
 )
 MOE_CAUSE = "mixtures of experts whose files or code are of another kind, or not tried yet"
@@ -123,6 +124,8 @@ MIXTURE = re.compile(
     r"nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|mixtral|"
     r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|jamba|dots\.?1"
 )
+FIRST_QWEN = re.compile(r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)")
+DIFFUSION_MODEL = re.compile(r"labs-diffusion|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower")
 HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
 # Of FP8 and MXFP4 their config says whether they are read.
 QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|[-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized")
@@ -130,6 +133,8 @@ REFUSED_NAMES = {
     AUDIO_MODEL: "audio",
     MULTIMODAL_MODEL: "multimodal",
     MOE_MODEL: MOE_CAUSE,
+    FIRST_QWEN: "a model whose code is not in transformers",
+    DIFFUSION_MODEL: "diffusion",
     HYBRID_MODEL: "hybrid or linear attention",
     QUANTIZED_MODEL: "quantized weights",
 }
@@ -143,6 +148,7 @@ IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
         "freeze_vision_tower",
         "freeze_multi_modal_projector",
         "freeze_language_model",
+        "model_class",  # of v1
     ),
 }
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
@@ -188,6 +194,7 @@ def name_model(settings: ToolFile) -> str:
     return str(
         settings.get("base_model")
         or settings.get("model_name_or_path")
+        or (settings.get("model") if isinstance(settings.get("model"), str) else "")
         or read_section(settings, "model").get("pretrained_model_name_or_path")
         or read_section(settings, "checkpointer").get("checkpoint_dir")
         or ""
@@ -264,7 +271,8 @@ def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
         if settings.get(key) is not None:
             return key
     is_template_of_images = re.search("_vl$|_vl_", str(settings.get("template")))
-    if tool == "LLaMA-Factory" and (is_template_of_images or "mllm" in str(settings.get("dataset"))):
+    is_data_of_images = re.search("mllm|vlm|_vl|multimodal", str(settings.get("dataset")))
+    if tool == "LLaMA-Factory" and (is_template_of_images or is_data_of_images):
         return "template"
     target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
     return "model" if tool == "Automodel" and re.search("ForVLM|ImageText", target) else None
@@ -335,6 +343,9 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("Axolotl", name): ONE_TEXT for name in ("qwen3", "qwen3_5")},
     ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
 }
+# Axolotl's templates that write a space before an answer, which SentencePiece makes a token of its own.
+SPACED = ("mistral_v1", "mistral_v2v3")
+SPACE_TRAINED = "the token of the space before an answer is trained here, not there, where a tokenizer has one for it"
 # LLaMA-Factory trains their line break after an answer.
 BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
@@ -357,6 +368,26 @@ MISTRAL_COMMON = {
     r"mistral-small-(3\.1|24b)": "mistral-v7-tekken",
     r"ministral-8b|nemo": "mistral-v3-tekken",
 }
+# Templates whose turns do not end with a model's EOS token as such -> the token at the end of a turn.
+TURN_ENDS: Mapping[str, str] = {
+    **dict.fromkeys(("chatml", "hermes", "qwen", "qwen3", "qwen3.5", "qwen3.6", "phi4"), "<|im_end|>"),
+    "llama3": "<|eot_id|>",
+    "llama4": "<|eot|>",
+    "gemma": "<end_of_turn>",
+    "gemma4": "<turn|>",
+    "phi3": "<|end|>",
+}
+FAMILY_TEMPLATES = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
+    "gemma4_text": "gemma4",
+    "phi3": "phi3",
+}
+# Models whose EOS token ends their turns too, by their names.
+ENDS_AS_EOS = (
+    (r"qwen-?[12]\S*(instruct|chat|-vl)|qwen-?3(?!.*base)|smollm\S*instruct|phi-?4", "<|im_end|>"),
+    (r"llama-?3\S*instruct", "<|eot_id|>"),
+    (r"llama-?4\S*instruct", "<|eot|>"),
+)
 OTHER_STYLES = ("alpaca", "metharme")  # Axolotl's names that are of no model
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 
@@ -404,11 +435,31 @@ def _add_mistral_turns(model: str, conversion: Conversion) -> None:
         conversion.recipe["chat_template"] = name
 
 
+def report_turn_end(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where Axolotl leaves the end of a turn untrained: it trains the EOS token alone, without `eot_tokens`."""
+    entries = settings.get("datasets")
+    entries = entries if isinstance(entries, list) else []
+    kinds = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)]
+    if settings.get("rl") or settings.get("eot_tokens") or not any(kind.startswith("chat_template") for kind in kinds):
+        return
+    name = name_model(settings)
+    template = str(conversion.recipe.get("chat_template") or FAMILY_TEMPLATES.get(guess_family(name) or ""))
+    end = TURN_ENDS.get(template)
+    eos = conversion.recipe.get("special_tokens", {}).get("eos_token")
+    if eos is None:
+        eos = next((token for pattern, token in ENDS_AS_EOS if re.search(pattern, name.lower())), None)
+    if end is not None and eos != end:
+        note = f"the EOS token alone ends a trained turn there: {end} is not trained unless it is that; it is here"
+        conversion.add_difference("eot_tokens", settings.get("eot_tokens"), note)
+
+
 def compare_turns(key: str, value: str, conversion: Conversion) -> None:
     """Reports where their template of that name and ours differ: in the text, or in the tokens that are trained."""
     note = OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1]))
     if note is not None:
         conversion.add_difference(key, value, note)
+    if conversion.tool == "Axolotl" and value in SPACED:
+        conversion.add_remark(key, value, SPACE_TRAINED)
     name = conversion.recipe["chat_template"]
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
         conversion.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")
@@ -439,6 +490,7 @@ CHATML = "<|im_end|>"
 ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("tokens",),
     "LLaMA-Factory": ("add_tokens", "add_special_tokens"),
+    "ms-swift": ("new_special_tokens",),
 }
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 

@@ -9,6 +9,7 @@ from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS, POLICY_LOSSES, Method
 from finetune.config.other_names import TRUNCATED
 from finetune.config.quantization import SCHEMES
+from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported
@@ -49,7 +50,7 @@ ASFT = (
     "tokens of a step here, of each micro-batch's mean there"
 )
 NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
-LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft")  # -> token_loss
+LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft", "enable_dft_loss")  # -> token_loss
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
 PROMPT_TOKENS = 512  # of max_prompt_length in TRL, until it bounded prompts no more
 # TRL's rewards by the names that its command knows: ours, or a function to import.
@@ -120,6 +121,8 @@ def _read_asft(settings: ToolFile) -> dict[str, Any]:
 
 def _find_trl_method(settings: ToolFile, source: Path) -> str:
     """Reads the method off the keys, else off the file's or its folder's name (orpo/config.yaml): no key names it."""
+    if COMMAND in settings:
+        return str(settings[COMMAND])
     if is_online(settings):
         return "grpo"
     if "desirable_weight" in settings or "undesirable_weight" in settings:
@@ -241,7 +244,8 @@ def _set_comparison_loss(method: str, settings: ToolFile, source: Path, conversi
         recipe["rpo_alpha"] = losses["sft"]
     if tool == "Axolotl" and method == "orpo" and settings.get("orpo_alpha") is not None:
         recipe.setdefault("beta", convert_number(settings["orpo_alpha"]))
-    if tool == "TRL" and method == "dpo" and not losses and _find_name(source) is None:
+    is_guessed = not losses and COMMAND not in settings and _find_name(source) is None
+    if tool == "TRL" and method == "dpo" and is_guessed:
         conversion.remarks.append(f"method: dpo   ({NOT_SAID})")
 
 
@@ -250,7 +254,7 @@ def _set_token_loss(settings: ToolFile, conversion: Conversion) -> None:
     if not asked and settings.get("loss_type") == "dft":
         asked = "dft"
     if asked:
-        conversion.recipe["token_loss"] = asked.removeprefix("use_").removesuffix("_loss")
+        conversion.recipe["token_loss"] = re.sub("^(use|enable)_", "", asked).removesuffix("_loss")
     if "eaft" not in asked:
         conversion.recipe.pop("eaft_alpha", None)
     elif settings.get("eaft_k") not in (None, 20):

@@ -10,10 +10,18 @@ import yaml
 from finetune.config.compatibility import find_problems
 from finetune.config.reader import read_recipe
 from finetune.config.yaml_file import read_entries
+from finetune.convert.command_line import COMMAND, is_command, read_command
 from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
 from finetune.convert.foreign_values import shorten
 from finetune.convert.hints import find_texts, is_factory_v1, recognize_tool
-from finetune.convert.model_names import Unsupported, find_images, find_refused_models, name_model
+from finetune.convert.model_names import (
+    AUDIO_MODEL,
+    MULTIMODAL_MODEL,
+    Unsupported,
+    find_images,
+    find_refused_models,
+    name_model,
+)
 from finetune.convert.objectives import (
     AXOLOTL_METHODS,
     asks_for_rounding,
@@ -35,13 +43,14 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
     "Axolotl": {
         "reward model": ("reward_model", "process_reward_model"),
         "classification": ("num_labels",),
-        "diffusion": ("diffusion",),
+        "diffusion": ("diffusion", "diffusion_lm"),
         "distillation": ("kd_trainer",),
         "1-bit training": ("use_onebitllms",),
     },
     "LLaMA-Factory": {
         "LLaMA-Factory's v1 schema with that key": ("optim_config", "lr_scheduler_config", "quant_config"),
         "LLaMA Pro": ("use_llama_pro",),
+        "KTransformers": ("use_kt", "kt_optimize_rule", "kt_weight_path", "kt_expert_checkpoint_path"),
         FROM_SCRATCH: ("train_from_scratch",),
     },
     "torchtune": {
@@ -49,6 +58,7 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         "early exit": ("early_exit_loss", "layer_dropout"),
     },
     "Automodel": {"diffusion": ("dllm", "flow_matching")},
+    "ms-swift": {"classification": ("num_labels",), "training from cached tokens": ("cached_dataset",)},
 }
 AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
 AUTOMODEL_RECIPES = (AUTOMODEL_RECIPE, "FinetuneRecipeForVLM")
@@ -69,7 +79,27 @@ AUTOMODEL_MODELS = {
     "MultiModal": "multimodal",
     "SequenceClassification": "classification",
 }
+TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "grpo")
+TRL_CAUSES = {
+    "reward": "reward model",
+    "reward_modeling": "reward model",
+    "cpo": "another loss (CPO)",
+    "gkd": "distillation",
+    "rloo": "online RL",
+}
+MEGATRON_KEYS = (
+    "micro_batch_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "recompute_granularity",
+)
 FACTORY_STAGES = {"rm": "reward model", "ppo": "online RL"}
+V1_COMMANDS = {  # of its command line, by the names of files, folders and data
+    "dpo": "a preference file of LLaMA-Factory's v1, whose keys are not published",
+    "rm": "reward model",
+    "reward": "reward model",
+    "cls": "classification",
+}
 V1_NAMES = {
     "model": "model_name_or_path",
     "micro_batch_size": "per_device_train_batch_size",
@@ -133,6 +163,9 @@ def load_settings(source: Path) -> tuple[Tool, dict[str, Any], str]:
 
     Raises `UserError` where the file cannot be read, a `Refusal` where it is no training file of a known tool.
     """
+    if is_command(source):
+        named, options, command = read_command(source)
+        return named, _adapt_settings(named, options, source), command
     _, problems = read_entries(source, is_foreign=True)  # what is wrong with it as YAML, and where
     if problems:
         raise UserError.of(problems)
@@ -143,9 +176,16 @@ def load_settings(source: Path) -> tuple[Tool, dict[str, Any], str]:
     tool = recognize_tool(settings)
     if tool is None:
         raise _refuse_unknown(settings, source)
+    return tool, _adapt_settings(tool, settings, source), text
+
+
+def _adapt_settings(tool: Tool, settings: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Returns the settings in the keys of the tables, with `${name}` references resolved."""
     if tool == "LLaMA-Factory" and is_factory_v1(settings):
+        _refuse_v1_method(settings, source)
         settings = rename_v1(settings)
-    return tool, _resolve_references(settings, settings), text
+    resolved: dict[str, Any] = _resolve_references(settings, settings)
+    return resolved
 
 
 def _refuse_unknown(settings: ToolFile, source: Path) -> Refusal:
@@ -155,6 +195,18 @@ def _refuse_unknown(settings: ToolFile, source: Path) -> Refusal:
     evidence = "none of these tools' keys for a model or data"
     cause = f"not recognized as a file of {', '.join(TOOL_NAMES)}"
     return Refusal.because(source, evidence, cause, is_training=False)
+
+
+def _refuse_v1_method(settings: ToolFile, source: Path) -> None:
+    """Raises `Refusal` where names in a v1 file say that another command than sft reads it: no key names the method."""
+    for key in ("train_dataset", "output_dir", "model_class"):
+        words = re.split(r"[^a-z]+", str(settings.get(key)).lower())
+        for word in words:
+            if word in V1_COMMANDS:
+                raise Refusal.because(source, f"{key}: {settings[key]}", V1_COMMANDS[word])
+    for word in re.split(r"[^a-z]+", source.stem.lower()):
+        if word in V1_COMMANDS:
+            raise Refusal.because(source, f"the file's name, {source.name}", V1_COMMANDS[word])
 
 
 def rename_v1(settings: ToolFile) -> dict[str, Any]:
@@ -178,6 +230,9 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
     elif sharding:
         renamed["deepspeed"] = sharding
     renamed["disable_gradient_checkpointing"] = not renamed.pop("enable_activation_checkpointing")
+    has_images = MULTIMODAL_MODEL.search(str(settings["model"]).lower())
+    if has_images or settings.get("model_class") == "other":  # not a causal text model's class
+        renamed["model_class"] = "other"
     renamed["packing"] = str(renamed.pop("batching_strategy")).startswith("dynamic")  # filled by tokens
     return renamed
 
@@ -205,9 +260,46 @@ def _methods(tool: Tool, settings: ToolFile) -> Iterator[Unsupported]:
         key = "qat" if settings.get("qat") else "quantizer"
         cause = "quantization-aware training that torchao finishes on some GPUs only"
         yield f"{key}: {shorten(settings[key])}", cause, True
-    others = {"Axolotl": _axolotl, "LLaMA-Factory": _factory, "torchtune": _torchtune, "Automodel": _automodel}
+    others = {
+        "TRL": _trl,
+        "Axolotl": _axolotl,
+        "LLaMA-Factory": _factory,
+        "torchtune": _torchtune,
+        "Automodel": _automodel,
+        "ms-swift": _swift,
+    }
     if tool in others:
         yield from others[tool](settings)
+
+
+def _trl(settings: ToolFile) -> Iterator[Unsupported]:
+    command = settings.get(COMMAND)
+    if command not in (None, *TRL_COMMANDS):
+        yield f"trl {command}", TRL_CAUSES.get(str(command), "another trainer of TRL's"), True
+
+
+def _swift(settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields what is not read of ms-swift: supervised fine-tuning of text models is."""
+    command = str(settings.get(COMMAND, "rlhf" if "rlhf_type" in settings else "sft"))
+    if command == "rlhf":
+        kind = str(settings.get("rlhf_type", "dpo"))
+        cause = FACTORY_STAGES.get(kind, f"{kind.upper()} by ms-swift, whose rows are its own")
+        yield f"rlhf_type: {kind}", cause, True
+    elif command == "pt":
+        yield "swift pt", "pretraining by ms-swift, whose rows are conversations of the assistant alone", True
+    elif command != "sft":
+        yield f"swift {command}", command, False
+    megatron = next((key for key in MEGATRON_KEYS if key in settings), None)
+    if megatron is not None:
+        yield f"{megatron}: {settings[megatron]}", "Megatron-SWIFT", True
+    if settings.get("task_type") not in (None, "causal_lm"):
+        yield f"task_type: {settings['task_type']}", str(settings["task_type"]), True
+    kind = str(settings.get("tuner_type") or settings.get("train_type") or "lora")
+    if kind not in ("lora", "full"):
+        yield f"tuner_type: {kind}", kind.upper(), True
+    name = str(settings.get("model"))
+    if MULTIMODAL_MODEL.search(name.lower()) or AUDIO_MODEL.search(name.lower()):
+        yield f"model: {name}", "images by ms-swift", True
 
 
 def _axolotl(settings: ToolFile) -> Iterator[Unsupported]:

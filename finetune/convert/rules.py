@@ -57,8 +57,20 @@ SCHEDULES = {
     "warmup_stable_decay": "warmup_stable_decay",
 }
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-ATTENTION = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "auto"}
-OVERLENGTH = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+ATTENTION = {
+    **dict.fromkeys(("fa2", "flash_attn"), "flash_attention_2"),
+    "sdpa": "sdpa",
+    "disabled": "eager",
+    "auto": "auto",
+}
+OVERLENGTH = {
+    "drop": "drop",
+    "delete": "drop",
+    "truncate": "truncate",
+    "right": "truncate",
+    "split": "split",
+    "raise": "error",
+}
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 TORCHTUNE_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 LINEAR_LAYERS = {
@@ -127,13 +139,15 @@ def _matching_layers(pattern: str) -> list[str]:
 def _convert_patterns(value: Any) -> list[str] | None:
     """Converts Axolotl's patterns of the start of a parameter's name; None where one names a range of rows.
 
-    >>> patterns = ["^lm_head.weight$", r"model.layers.4[4-7]+.mlp"]
+    A dot there is a dot, not any character; at the end of a pattern it says that a module's name is complete.
+
+    >>> patterns = ["^lm_head.weight$", r"model.layers.4[4-7]+.mlp", "transformer.blocks.[0-7]."]
     >>> _convert_patterns(patterns), _convert_patterns(["lm_head.weight[:32000]"])
-    (['lm_head.weight', 'model.layers.4[4-7]+.mlp'], None)
+    (['lm_head.weight', 'model.layers.4[4-7]+.mlp', 'transformer.blocks.[0-7]'], None)
     """
     if not isinstance(value, list) or any(re.search(r"\[\d*:\d*\]$", str(pattern)) for pattern in value):
         return None
-    return [str(pattern).removeprefix("^").removesuffix("$") for pattern in value]
+    return [re.sub(r"^\^|\\?\.?\$?$", "", str(pattern)) for pattern in value]
 
 
 def _convert_attention(value: Any) -> Any:

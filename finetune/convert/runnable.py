@@ -17,7 +17,7 @@ from finetune.config.module_names import find_expert_layers
 from finetune.config.reader import read_recipe
 from finetune.config.rule import Problem
 from finetune.config.schema import NESTED, recipe_keys
-from finetune.convert.model_names import guess_family
+from finetune.convert.model_names import guess_family, is_mixture
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
@@ -96,7 +96,7 @@ def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
         if model_type is None:
             return None
         assumed = SIZES | {"model_type": model_type}
-        if find_family(model_type).mixture:
+        if find_family(model_type).mixture or is_mixture(name):
             assumed["num_experts"] = 1 << 7
         return read_model_facts(config or assumed, name)
     except (AttributeError, UserError):

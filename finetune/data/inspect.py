@@ -37,6 +37,7 @@ from finetune.data.tokenizer import (
     make_renderer,
     make_renderer_of,
     plan_vocabulary,
+    renderer_of_source,
 )
 from finetune.distributed.world import alone
 from finetune.errors import EXIT_USER_ERROR, UserError, printable, unfiltered
@@ -337,7 +338,7 @@ def read_turns(recipe: Recipe, tokenizer: Any, places: Collection[str]) -> dict[
     plain_renderer = make_renderer_of(recipe.data, tokenizer)
     for source in recipe.data.datasets:
         reader = GroupReader(recipe.method_facts.rows)
-        renderer = add_variables(plain_renderer, source.chat_template_kwargs)
+        renderer = renderer_of_source(plain_renderer, source)
         for batch in read_rows(source, streaming=recipe.data.streaming):
             names = [name_place(batch.file, number) for number in batch.numbers]
             if left & set(names):

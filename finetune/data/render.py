@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 from transformers.utils.chat_parsing import parse_response
 
+from finetune.config.schema import Turns
 from finetune.data.formats import Completion, Conversation, Document, Question, Text, TokenRow, make_message
 from finetune.data.images import EncodedImage, hash_images, open_image, place_images
 from finetune.data.marks import Marks, trace
@@ -61,6 +62,7 @@ class RenderedText:
     difference: str = ""  # for a finding of COMPARED: the first token that is not what inference sees, say
     images: tuple[EncodedImage, ...] = ()
     row: str = ""  # of a prompt: what rewards read, as JSON
+    own_texts: tuple[int, ...] = ()  # where a text begins that is encoded as if nothing stood before it
 
 
 def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
@@ -70,6 +72,8 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     conversation so far, with the generation prompt. `auto` writes as few texts as have this property: one for a
     template that writes a turn alike whatever follows it.
     """
+    if renderer.answers_apart and isinstance(document, Completion | Conversation):
+        return _render_answers_apart(document, renderer)
     if isinstance(document, Completion) and document.are_turns and renderer.has_template:
         turns = make_message("user", document.prompt), make_message("assistant", document.completion)
         document = Conversation(turns, (False, True))
@@ -91,6 +95,22 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     if renderer.turns == "whole" or not is_known:
         return (_render_whole(document, asked, renderer),)
     return _render_apart(document, asked, renderer)
+
+
+def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
+    """The texts of a document, whose prompt and answers are texts of their own, whether or not all is trained on."""
+    if getattr(document, "images", ()):
+        raise BadRow("answers_apart: a text with images is encoded as one; remove the key from this entry of datasets")
+    turns: Turns = renderer.turns if renderer.assistant_only else "whole"
+    texts: list[RenderedText] = []
+    for text in render_turns(document, replace(renderer, answers_apart=False, assistant_only=True, turns=turns)):
+        answers = [start for start, _ in text.turns.values() or text.spans]
+        after_bos = [len(renderer.bos)] if renderer.bos and text.text.startswith(renderer.bos) else []
+        text = replace(text, own_texts=(*after_bos, *answers))
+        if not renderer.assistant_only and not text.is_plain:
+            text = replace(text, spans=((0, len(text.text)),))
+        texts.append(text)
+    return tuple(texts)
 
 
 def _render_apart(

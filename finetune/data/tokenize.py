@@ -53,6 +53,7 @@ from finetune.data.tokenizer import (
     keeps_border,
     make_encoder,
     make_renderer_of,
+    renderer_of_source,
 )
 from finetune.errors import UserError
 from finetune.units import name_place
@@ -339,7 +340,7 @@ def _render_row(
     """(the texts of a row, the findings in it, each once). Raises `BadRow` where it cannot be used."""
     if isinstance(parsed, BadRow):
         raise parsed
-    renderer = add_variables(renderer, source.chat_template_kwargs)
+    renderer = renderer_of_source(renderer, source)
     folder = Path(source.image_folder or Path(file).parent)
     texts: list[RenderedText] = []
     findings = list(parsed.findings)
@@ -572,17 +573,18 @@ class _Piece:
 
 
 def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_Piece]:
-    """The text of a document, cut where its trained spans begin and end."""
+    """The text of a document, cut where its trained spans and the texts of their own begin and end."""
     text = document.text
-    borders = [0, *chain.from_iterable(document.spans), len(text)]
-    for i, (start, end) in enumerate(pairwise(borders)):
-        if start == end:
-            continue
+    borders = {0, *chain.from_iterable(document.spans), *document.own_texts, len(text)}
+    trained_ends = dict(document.spans)
+    trained_until = 0
+    for start, end in pairwise(sorted(borders)):
+        trained_until = max(trained_until, trained_ends.get(start, 0))
         before = ""
-        if start > 0:
+        if start > 0 and start not in document.own_texts:
             is_token = text.endswith(added_tokens, 0, start)
             before = max((t for t in added_tokens if text.endswith(t, 0, start)), key=len) if is_token else "\n"
-        yield _Piece(text[start:end], trained=i % 2 == 1, before=before)
+        yield _Piece(text[start:end], start < trained_until, before)
 
 
 def _cut_document(document: RenderedText, encoder: Encoder) -> list[_Piece]:

@@ -14,7 +14,7 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.config.pretrained import Vocabulary, load_config, refuse_other_path, text_config_of
-from finetune.config.schema import Data, Model, Turns
+from finetune.config.schema import Data, DatasetSource, Model, Turns
 from finetune.constants import CUTTING_KEYS, GENERATION_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, grow_rows
 from finetune.data.images import ImageProcessor, split_parts
 from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool, describe_tool
@@ -304,6 +304,7 @@ class Renderer:
     response_template: Any = None  # how transformers reads a reply back as a message
     tools: Tools = ()  # of the recipe, which prompts without tools of their own describe
     images: ImageProcessor | None = None  # None: the tokenizer is of no recipe's model
+    answers_apart: bool = False  # prompt and answer are encoded as two texts
     reads_parts: bool = False  # the template gets each content as a list of parts, as beside an image
 
 
@@ -364,6 +365,12 @@ def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Re
         raise BadRow(f"chat_template_kwargs: {own[0]} is set by rendering itself; remove it")
     text = json.dumps(dict(variables), sort_keys=True, default=str)
     return _probe_turn(replace(renderer, variables=renderer.variables | json.loads(text)))
+
+
+def renderer_of_source(renderer: Renderer, source: DatasetSource) -> Renderer:
+    """`renderer`, as an entry of datasets asks for its rows. Raises `BadRow` as `add_variables` does."""
+    renderer = add_variables(renderer, source.chat_template_kwargs)
+    return replace(renderer, answers_apart=True) if source.answers_apart else renderer
 
 
 @lru_cache(maxsize=64)

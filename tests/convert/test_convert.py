@@ -20,6 +20,7 @@ from finetune.convert import counterparts
 from finetune.convert.conversion import EXIT_TO_DO, convert_file, read_back
 from finetune.convert.counterparts import DATA_SET_KEYS, GRPO, KEYS, TOOL_NAMES, Carry, Tool, list_counterparts
 from finetune.convert.model_names import TEMPLATES, guess_family
+from finetune.convert.runnable import find_facts
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError
 from tests.ranks import run_command
@@ -150,7 +151,7 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(tmp_path: Path) -> None
 def test_axolotl(converted: Convert) -> None:
     ours, said, path = converted(AXOLOTL)
     assert ours["datasets"] == [
-        {"path": "tatsu-lab/alpaca", "type": "alpaca"},
+        {"path": "tatsu-lab/alpaca", "type": "alpaca", "answers_apart": True},
         {"path": "org/chats", "split": "train[:10%]", "messages_column": "conversation"},
     ]
     expected = {
@@ -179,6 +180,7 @@ def test_axolotl_columns_named_in_the_type(converted: Convert) -> None:
         "path": "tatsu-lab/alpaca",
         "prompt_column": "question",
         "completion_column": "answer",
+        "answers_apart": True,
     }
     assert (source.prompt_column, source.completion_column) == ("question", "answer")
     assert 'datasets[0].type.field_system: "persona"   (only a prompt' in said and "field_output" not in said
@@ -571,7 +573,8 @@ def _datasets(entries: str) -> str:
 
 def test_every_file_of_a_data_set_is_an_entry(converted: Convert) -> None:
     ours, _, _ = converted(_datasets("[{path: json, data_files: [a.jsonl, b.jsonl], type: alpaca}]"))
-    assert ours["datasets"] == [{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl", "type": "alpaca"}]
+    kind = {"type": "alpaca", "answers_apart": True}
+    assert ours["datasets"] == [{"path": "a.jsonl", **kind}, {"path": "b.jsonl", **kind}]
     ours, said, _ = converted(_datasets("[{path: org/many, data_files: [a.jsonl]}]"))
     assert ours["datasets"] == [{"path": "org/many"}]
     assert 'datasets[0].data_files: ["a.jsonl"]   (' in said
@@ -580,7 +583,7 @@ def test_every_file_of_a_data_set_is_an_entry(converted: Convert) -> None:
 def test_alpaca_with_columns_of_other_names(converted: Convert) -> None:
     ours, said, _ = converted(_datasets("[{path: org/a, type: alpaca, field_instruction: q, field_output: a}]"))
     columns = {"prompt_column": "q", "completion_column": "a"}
-    assert ours["datasets"] == [{"path": "org/a", "type": "alpaca", **columns}]
+    assert ours["datasets"] == [{"path": "org/a", "type": "alpaca", **columns, "answers_apart": True}]
     assert "field_" not in said
 
 
@@ -618,8 +621,8 @@ def test_templates_by_name(converted: Convert, theirs: str, ours: str) -> None:
         (_datasets("[{path: a/b, zzz: false}]"), ["datasets[0].zzz: false"]),
         (_datasets("[{path: a/b, roles_to_train: [assistant], train_on_eos: turn, shards: null}]"), []),
         (
-            AXOLOTL + "test_datasets: [{path: a/b, ds_type: json}]\n",
-            ['test_datasets[0].ds_type: "json"', 'datasets.type: "alpaca"'],
+            AXOLOTL + "test_datasets: [{path: a/b, revision: main}]\n",
+            ['test_datasets[0].revision: "main"', 'datasets.type: "alpaca"'],
         ),
         (AXOLOTL + "dataset_shard_num: 4\n", ["dataset_shard_num: 4", 'datasets.type: "alpaca"']),
         (
@@ -1052,11 +1055,6 @@ def test_what_asks_for_nothing_is_not_listed_and_what_is_lacking_is_named(conver
     automodel = AUTOMODEL + "dataloader: {shuffle: false}\n"
     for theirs, line in (
         (AXOLOTL + "lisa_n_layers: 4\n", "LISA: not supported"),
-        (LLAMA_FACTORY + "use_kt: true\n", "KTransformers: not supported"),
-        (
-            automodel + "distributed: {pipeline: {pp_schedule: 1f1b}, cpu_offload: false}\n",
-            "pipeline_schedule is 1f1b, or interleaved_1f1b",
-        ),
         (automodel, "rows are trained on in their order there"),
         (TORCHTUNE + "shuffle: false\n", "rows are trained on in their order there"),
     ):
@@ -1097,6 +1095,109 @@ def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(converted: Conv
     )
     assert (full["dtype"], "use_peft" in full) == ("bfloat16", False)  # parameters in the dtype of the files
     assert "optim_config" in refused(V1 + "optim_config: {name: muon}\n", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "template", "more", "is_untrained"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama3", "", True),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3", "", False),
+        ("mistralai/Mistral-7B-v0.1", "chatml", "", True),
+        ("mistralai/Mistral-7B-v0.1", "chatml", "special_tokens: {eos_token: <|im_end|>}", False),
+        ("mistralai/Mistral-7B-v0.1", "chatml", "eot_tokens: [<|im_end|>]", False),
+        ("microsoft/Phi-3.5-mini-instruct", "phi_3", "", True),
+        ("google/gemma-2-9b-it", "tokenizer_default", "", True),
+        ("Qwen/Qwen2.5-7B", "chatml", "", True),
+        ("Qwen/Qwen2.5-7B-Instruct", "chatml", "", False),
+    ],
+)
+def test_the_end_of_a_turn_that_axolotl_leaves_untrained_is_listed(
+    converted: Convert, model: str, template: str, more: str, is_untrained: bool
+) -> None:
+    """prompt_strategies/chat_template.py: without eot_tokens they are [tokenizer.eos_token]."""
+    rows = "datasets: [{path: a/b, type: chat_template}]"
+    said = converted(f"base_model: {model}\nchat_template: {template}\n{rows}\nsequence_len: 64\n{more}\n")[1]
+    assert ("the EOS token alone ends a trained turn there" in said) == is_untrained
+
+
+def test_long_rows_and_joined_documents_of_llama_factory_are_named(converted: Convert) -> None:
+    """data/processor/processor_utils.py, infer_seqlen; processor/pretrain.py: texts are concatenated, and cut into blocks."""
+    assert "its prompt and its answer are both cut there" in converted(LLAMA_FACTORY)[1]
+    pretrain = LLAMA_FACTORY.replace("stage: sft", "stage: pt")
+    ours, said, _ = converted(pretrain)
+    assert "documents are joined there" in said and "both cut" not in said
+    ours, said, _ = converted(pretrain + "packing: false\n")
+    assert ours["overlength"] == "truncate" and "documents are joined" not in said
+
+
+@pytest.mark.parametrize(
+    ("model", "cause"),
+    [
+        ("Qwen/Qwen-7B", "code is not in transformers"),
+        ("Qwen/Qwen-14B-Chat", "code is not in transformers"),
+        ("nvidia/Nemotron-Labs-Diffusion-8B", "diffusion"),
+        ("inclusionAI/Ling-3.0-flash", "mixtures of experts"),
+    ],
+)
+def test_a_model_that_only_its_name_tells_apart_is_refused(tmp_path: Path, model: str, cause: str) -> None:
+    rows = "datasets: [{path: a/b, type: alpaca}]\nsequence_len: 64\n"
+    assert cause in refused(f"base_model: {model}\ntrust_remote_code: true\n{rows}", tmp_path)
+
+
+def test_a_later_qwen_converts_and_a_super_of_nemotrons_is_a_mixture(converted: Convert) -> None:
+    rows = "datasets: [{path: a/b, type: alpaca}]\nsequence_len: 64\nexpert_parallel_size: 2\n"
+    assert converted(f"base_model: Qwen/Qwen1.5-7B\n{rows}")[0]["model_name_or_path"] == "Qwen/Qwen1.5-7B"
+    recipe, _, _ = converted(f"base_model: nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16\n{rows}")
+    facts = find_facts(recipe)
+    assert facts is not None and facts.experts
+
+
+def test_what_trains_otherwise_is_refused_by_its_key(tmp_path: Path) -> None:
+    assert "diffusion" in refused(AXOLOTL + "diffusion_lm: {from_causal_lm: true}\n", tmp_path)
+    assert "KTransformers" in refused(LLAMA_FACTORY + "use_kt: true\n", tmp_path)
+
+
+def test_the_keys_of_axolotl_0_21(converted: Convert) -> None:
+    more = """
+context_parallel: {size: 2, backend: auto, ring_impl: auto}
+chat_template_kwargs: {reasoning_effort: low}
+expert_parallel_backend: deep_ep
+nf4_backend: torchao
+load_in_4bit: true
+optim_args: {eps: 1.0e-6, bf16_stochastic_round: true}
+"""
+    ours, said, path = converted(AXOLOTL + more)
+    assert "not known here" not in said
+    alpaca, chats = ours["datasets"][:2]  # type: ignore[index]
+    assert "chat_template_kwargs" not in alpaca and chats["chat_template_kwargs"] == {"reasoning_effort": "low"}
+    assert ours["adam_epsilon"] == 1e-6 and "are rounded to nearest here" in said and "NF4 by torchao there" in said
+    assert "parallelism_config_cp_size: 2" in path.with_suffix(".accelerate.yaml").read_text()
+
+
+def test_what_is_not_known_and_not_asked_for_is_no_difference(converted: Convert) -> None:
+    """A name that is nearly one of ours may be a slip, and is shown."""
+    _, said, path = converted(AXOLOTL + "longalign: false\nsample_packin: false\n")
+    assert "longalign" not in said and "longalign" in path.read_text() and "sample_packin" in said
+
+
+def test_sizes_of_megatron_are_read(converted: Convert) -> None:
+    sizes = "tensor_model_parallel_size: 2\npipeline_model_parallel_size: 1\nsequence_parallel: true\n"
+    _, said, path = converted(LLAMA_FACTORY + "bf16: true\n" + sizes)
+    assert "did you mean" not in said
+    assert "parallelism_config_tp_size: 2" in path.with_suffix(".accelerate.yaml").read_text()
+
+
+def test_the_method_of_a_v1_file_stands_on_its_command_line(converted: Convert, tmp_path: Path) -> None:
+    """llamafactory/v1/launcher.py: sft, dpo and rm are commands; none is a key of the file."""
+    assert "the command names the method of such a file" in converted(V1)[1]
+    assert "train_dataset" in refused(V1.replace("data/rows", "data/v1_dpo_demo"), tmp_path)
+    assert "output_dir" in refused(V1 + "output_dir: outputs/test_rm\n", tmp_path)
+    assert "classification" in refused(V1 + "model_class: cls\n", tmp_path)
+    (tmp_path / "train_full_dpo.yaml").write_text(V1)
+    with pytest.raises(UserError, match="the file's name"):
+        convert_file(tmp_path / "train_full_dpo.yaml")
+    (tmp_path / "plain.yaml").write_text(V1.replace("Qwen3-4B", "Qwen3-VL-4B-Instruct") + "model_class: other\n")
+    assert convert_file(tmp_path / "plain.yaml").images == "qwen3_vl"
 
 
 def test_optimizers_that_decay_by_the_gradient_or_keep_master_weights_are_told_apart(converted: Convert) -> None:

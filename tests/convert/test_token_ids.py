@@ -20,13 +20,14 @@ from transformers import AutoTokenizer
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import OTHER_TURNS, TEMPLATES, TOKENIZERS
+from finetune.convert.model_names import OTHER_TURNS, SPACE_TRAINED, TEMPLATES, TOKENIZERS, TURN_ENDS
 from finetune.convert.rules import Conversion
 from finetune.data.formats import parse_row
 from finetune.data.render import render_turns
 from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import make_encoder, make_renderer, read_template
 from tests.convert import tool_rendering
+from tests.convert.test_axolotl_ids import VOCABULARIES, load, make_ours
 from tests.ranks import ROOT
 
 PACKAGES = ("torchtune==0.6.1", "torchao==0.11.0", "llamafactory==0.9.5", "nemo-automodel==0.7.0")
@@ -46,7 +47,7 @@ NAMES = {
     "LLaMA-Factory": ["llama3", "llama4", "chatml", "yi", "smollm", "qwen", "qwen3", "qwen3_nothink", "qwen3_5_nothink", "qwen3_5", "qwen3_6", "gemma", "gemma2", "gemma3",
                       "mistral", "mistral_small", "phi", "phi4", "deepseek3", "cohere", "granite3", "llama2"],
 }  # fmt: skip
-AXOLOTL = "axolotl==0.21.0"
+AXOLOTL = ("axolotl==0.21.0", "addict==2.4.0")
 AXOLOTLS = ["aya", "chatml", "cohere", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma", "gemma3", "gemma3n", "gemma4",
             "gemma4_unified", "llama3", "llama4", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken",
             "nemotron_h", "phi_3", "phi_35", "phi_4", "qwen3", "qwen3_5", "qwen_25"]  # fmt: skip
@@ -243,11 +244,11 @@ def axolotls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of Axolotl's template files, which its prompt strategies give to transformers' apply_chat_template."""
     folder = Path(os.environ.get("TEMPLATE_TOOLS") or tmp_path_factory.mktemp("axolotl"))
     templates = folder / "axolotl" / "utils" / "chat_templates" / "templates"
-    if not templates.is_dir():
+    if not (templates.is_dir() and (folder / "addict").is_dir()):
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-requires-python", "--target"]
-        installed = subprocess.run([*command, str(folder), AXOLOTL], capture_output=True, text=True)
+        installed = subprocess.run([*command, str(folder), *AXOLOTL], capture_output=True, text=True)
         if installed.returncode:
-            pytest.skip(f"pip cannot install {AXOLOTL}: {installed.stderr[-300:]}")
+            pytest.skip(f"pip cannot install {AXOLOTL[0]}: {installed.stderr[-300:]}")
     return templates
 
 
@@ -269,6 +270,79 @@ def test_a_template_of_axolotls_writes_its_ids_or_convert_says_what_differs(
         same.append(ids[:both] == ours[:both] and not any(trained[both:]) and len(ids) - both < 3)
     assert all(same) != (name in SAID), f"{same}: {found.differences}"
     assert (OTHER_TURNS.get(("Axolotl", name), "?") in " ".join(found.differences)) == (name in SAID)
+
+
+def train_by_axolotl(
+    name: str, rows: list[dict[str, Any]], tokenizer: Any, templates: Path, eot_tokens: list[str] | None
+) -> list[list[tuple[int, bool]]]:
+    """(id, whether it is trained on) of conversations, by the prompt strategy that reads type: chat_template."""
+    sys.path.append(str(templates.parents[3]))
+    from axolotl.prompt_strategies.chat_template import ChatTemplatePrompter, ChatTemplateStrategy
+
+    text = (templates / f"{name}.jinja").read_text()
+    fields = {"role": "role", "content": "content"}
+    prompter = ChatTemplatePrompter(tokenizer, chat_template=text, message_property_mappings=fields)
+    options = {"train_on_inputs": False, "sequence_len": 4096, "train_on_eos": "turn", "eot_tokens": eot_tokens}
+    strategy = ChatTemplateStrategy(prompter, tokenizer, roles_to_train=["assistant"], **options)
+    tokenized = [strategy.tokenize_prompt(row) for row in rows]
+    return [
+        [(i, label != IGNORE_INDEX) for i, label in zip(row["input_ids"], row["labels"], strict=True)]
+        for row in tokenized
+    ]
+
+
+@pytest.mark.parametrize("names_end", [False, True])
+@pytest.mark.parametrize("vocabulary", ["models/stories260k", "tokenizers/llama3"])
+@pytest.mark.parametrize("name", [name for name in AXOLOTLS if name not in SAID])
+def test_a_template_of_axolotls_trains_its_tokens_or_convert_says_which_more(
+    axolotls: Path, shared: Path, tmp_path: Path, name: str, vocabulary: str, names_end: bool
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / vocabulary)
+    ends = sorted(set(TURN_ENDS.values()))
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS, *ends, *EOS_OF_AXOLOTL.values()]})
+    tokenizer.eos_token = EOS_OF_AXOLOTL.get(name, tokenizer.eos_token)
+    end = TURN_ENDS.get(TEMPLATES[name])
+    eot_tokens = [end] if names_end and end else None
+    file = {"base_model": "org/model", "chat_template": name, "datasets": [{"path": "a", "type": "chat_template"}]}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file | {"eot_tokens": eot_tokens}))
+    found = convert_file(tmp_path / "theirs.yaml")
+    conversations_of_text = conversations("")[:2]
+    rows = [{"messages": turns} for turns in conversations_of_text]
+    more = set()
+    theirs = train_by_axolotl(name, rows, tokenizer, axolotls, eot_tokens)
+    for turns, tokens in zip(conversations_of_text, theirs, strict=True):
+        ours = list(zip(*render_ours(str(found.recipe["chat_template"]), turns, tokenizer), strict=True))
+        both = min(len(ours), len(tokens))
+        assert [i for i, _ in ours[:both]] == [i for i, _ in tokens[:both]]
+        assert not any(trained for _, trained in [*ours[both:], *tokens[both:]])
+        trained = list(zip(ours, tokens, strict=False))
+        assert not [i for (i, here), (_, there) in trained if there and not here]
+        more |= {tokenizer.decode([i]) for (i, here), (_, there) in trained if here and not there}
+    says_end = any("the EOS token alone ends a trained turn there" in line for line in found.differences)
+    says_space = any(SPACE_TRAINED in line for line in found.remarks)
+    has_own_space = vocabulary.startswith("models")
+    expected = {end} if says_end and end != tokenizer.eos_token else set()
+    assert more == expected | ({""} if says_space and has_own_space else set())
+
+
+@pytest.mark.parametrize("trains_prompt", [False, True])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_alpacas_ids_are_those_of_axolotls_own_classes(
+    axolotls: Path, tmp_path: Path, vocabulary: str, trains_prompt: bool
+) -> None:
+    """As in test_axolotl_ids.py, by the code that it writes down."""
+    sys.path.append(str(axolotls.parents[3]))
+    from axolotl.prompt_tokenizers import AlpacaPromptTokenizingStrategy
+    from axolotl.prompters import AlpacaPrompter
+
+    tokenizer = load(vocabulary)
+    strategy = AlpacaPromptTokenizingStrategy(AlpacaPrompter("instruct"), tokenizer, trains_prompt, 4096)
+    for further in ("", "2 and 3"):
+        row = {"instruction": "Add the numbers.", "input": further, "output": "\nBlue, or 5."}
+        made = strategy.tokenize_prompt(row)
+        ids, trained = make_ours("alpaca", row, tokenizer, tmp_path, trains_prompt=trains_prompt)
+        assert ids == made["input_ids"]
+        assert trained[1:] == [label != IGNORE_INDEX for label in made["labels"]][1:]
 
 
 @pytest.mark.parametrize(

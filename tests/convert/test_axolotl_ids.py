@@ -1,0 +1,95 @@
+"""Rows of Axolotl's prompt strategies, converted: its token ids and trained tokens, on SentencePiece and on byte BPE.
+
+Axolotl gives the tokenizer prompt and answer one after the other: `tokenizer(prompt)`, and `tokenizer(answer)` without its BOS
+and with an EOS (InstructionPromptTokenizingStrategy.tokenize_prompt). `type: completion` gives it one text.
+test_token_ids.py holds the same rows against Axolotl's own classes.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from finetune.config.schema import Data, DatasetSource
+from finetune.constants import IGNORE_INDEX
+from finetune.convert.conversion import convert_file
+from finetune.data.sources import RowBatch
+from finetune.data.tokenize import SourceStats, tokenize_rows
+from finetune.data.tokenizer import read_template
+from tests.ranks import ROOT
+
+SHARED = ROOT.parent / "shared"
+VOCABULARIES = {"SentencePiece": SHARED / "models" / "stories260k", "byte BPE": SHARED / "tokenizers" / "llama3"}
+HEAD = "Below is an instruction that describes a task"
+REST = "Write a response that appropriately completes the request.\n\n"
+WORDS = st.text(st.sampled_from("aB1 .\n<é▁"), min_size=1, max_size=12).filter(lambda text: text.strip())
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "alpaca": {"type": "alpaca"},
+    "columns": {"type": {"field_instruction": "instruction", "field_output": "output", "format": "{instruction}"}},
+    "completion": {"type": "completion", "field": "output"},
+}
+
+
+@cache
+def load(vocabulary: str) -> Any:
+    if not VOCABULARIES[vocabulary].is_dir():
+        pytest.skip(f"{VOCABULARIES[vocabulary]} is not here")
+    return AutoTokenizer.from_pretrained(VOCABULARIES[vocabulary])
+
+
+def expect(name: str, row: dict[str, str], tokenizer: Any, *, trains_prompt: bool) -> tuple[list[int], list[bool]]:
+    """What Axolotl makes of a row, by its own rule."""
+    end = tokenizer.eos_token_id
+    if name == "completion":
+        ids = [*tokenizer(row["output"]).input_ids, end]
+        return ids, [True] * len(ids)
+    prompt = row["instruction"]
+    if name == "alpaca" and row["input"]:
+        further = ", paired with an input that provides further context. "
+        prompt = f"{HEAD}{further}{REST}### Instruction:\n{prompt}\n\n### Input:\n{row['input']}\n\n### Response:\n"
+    elif name == "alpaca":
+        prompt = f"{HEAD}. {REST}### Instruction:\n{prompt}\n\n### Response:\n"
+    prompt_ids = tokenizer(prompt).input_ids
+    answer_ids = [*tokenizer(row["output"]).input_ids[1:], end]  # both vocabularies write a BOS
+    return prompt_ids + answer_ids, [trains_prompt] * len(prompt_ids) + [True] * len(answer_ids)
+
+
+def make_ours(name: str, row: dict[str, str], tokenizer: Any, folder: Path, *, trains_prompt: bool) -> Any:
+    """(ids, trained) of a row by the converted recipe."""
+    file = folder / "theirs.yaml"
+    entry = {"path": "rows.jsonl", **STRATEGIES[name]}
+    file.write_text(yaml.safe_dump({"base_model": "org/llama", "train_on_inputs": trains_prompt, "datasets": [entry]}))
+    recipe = convert_file(file).recipe
+    tokenizer.chat_template = read_template(recipe["chat_template"]) if "chat_template" in recipe else None
+    source = DatasetSource(**recipe["datasets"][0])
+    data = Data(datasets=(source,), assistant_only_loss=recipe.get("assistant_only_loss", True), dataset_num_proc=1)
+    batch = RowBatch("rows.jsonl", (0,), (row,))
+    (tokens,) = tokenize_rows([(source, batch)], data, tokenizer, SourceStats())
+    return tokens.input_ids.tolist(), [False, *(tokens.labels[:-1] != IGNORE_INDEX).tolist()]
+
+
+@pytest.mark.parametrize("trains_prompt", [False, True])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_prompt_strategy_gives_axolotls_ids(
+    name: str, vocabulary: str, trains_prompt: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tokenizer = load(vocabulary)
+    folder = tmp_path_factory.mktemp("file")
+
+    @settings(max_examples=40, deadline=None)
+    @given(WORDS, st.one_of(st.just(""), WORDS), WORDS)
+    def check(instruction: str, further: str, answer: str) -> None:
+        row = {"instruction": instruction, "input": further, "output": answer}
+        whole_prompt = trains_prompt and name != "columns"  # of two columns the prompt is never trained on, as it says
+        ids, trained = expect(name, row, tokenizer, trains_prompt=whole_prompt)
+        ours, ours_trained = make_ours(name, row, tokenizer, folder, trains_prompt=trains_prompt)
+        assert ours == ids
+        assert ours_trained == [False, *trained[1:]]  # nothing predicts the first token
+
+    check()

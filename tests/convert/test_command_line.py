@@ -1,0 +1,132 @@
+"""`finetune convert` on command lines: those of TRL, ms-swift, LLaMA-Factory and Axolotl, from scripts and as an argument."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.cli import main
+from finetune.convert.conversion import EXIT_TO_DO, convert_file
+from finetune.convert.rules import Conversion
+from finetune.errors import UserError
+
+TRL = "model_name_or_path: org/model\ndataset_name: org/rows\nlearning_rate: 1.0e-5\nmax_length: 512\npacking: true\n"
+SWIFT = """\
+# 17.2GiB
+MODEL=Qwen/Qwen2.5-7B-Instruct
+n=4
+CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=$n \\
+swift sft \\
+    --model $MODEL \\
+    --tuner_type lora \\
+    --dataset 'org/rows:default#500' data.jsonl \\
+    --torch_dtype bfloat16 \\
+    --target_modules q_proj v_proj \\
+    --gradient_accumulation_steps $(expr 16 / $n) \\
+    --loss_scale last_round \\
+    --model_author swift \\
+    --deepspeed zero3
+"""
+
+
+def convert(command: str) -> Conversion:
+    return convert_file(Path(command))
+
+
+def same(one: Conversion, other: Conversion) -> bool:
+    return (one.recipe, one.differences) == (other.recipe, other.differences)
+
+
+def test_a_command_line_of_trl_is_its_file(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(TRL)
+    by_file = convert_file(tmp_path / "theirs.yaml")
+    options = "--model_name_or_path org/model --dataset_name org/rows --learning-rate=1.0e-5 --packing"
+    assert same(convert(f"trl sft {options} --max_length 512"), by_file)
+    script = f"accelerate launch --num_processes 2 examples/scripts/sft.py {options} \\\n  --max_length 512\n"
+    (tmp_path / "train.sh").write_text(f"#!/bin/bash\nset -e\n{script}")
+    assert same(convert_file(tmp_path / "train.sh"), by_file)
+    assert same(convert(f"trl sft --config {tmp_path / 'theirs.yaml'}"), by_file)
+
+
+def test_what_stands_on_the_command_line_prevails(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(TRL)
+    assert convert(f"trl sft --config {tmp_path / 'theirs.yaml'} --no_packing").recipe["packing"] is False
+    factory = {"model_name_or_path": "org/model", "stage": "sft", "template": "llama3", "dataset": "rows"}
+    (tmp_path / "factory.yaml").write_text(yaml.safe_dump(factory))
+    command = f"llamafactory-cli train {tmp_path / 'factory.yaml'} learning_rate=2e-5 lora_rank=16"
+    recipe = convert(command).recipe
+    assert (recipe["learning_rate"], recipe["lora_r"]) == (2e-5, 16)
+    axolotl = {"base_model": "org/model", "sequence_len": 64, "datasets": [{"path": "a", "type": "completion"}]}
+    (tmp_path / "axolotl.yaml").write_text(yaml.safe_dump(axolotl))
+    launch = f"accelerate launch -m axolotl.cli.train {tmp_path / 'axolotl.yaml'}"
+    with pytest.raises(UserError):
+        convert(launch)
+    assert convert(f"axolotl train {tmp_path / 'axolotl.yaml'} --learning-rate 3e-4").recipe["learning_rate"] == 3e-4
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo"])
+def test_trl_names_the_method_on_its_command_line(method: str) -> None:
+    found = convert(f"trl {method} --model_name_or_path org/model --dataset_name org/rows")
+    assert found.recipe["method"] == method and "does not say which trainer" not in str(found.remarks)
+
+
+@pytest.mark.parametrize(
+    ("command", "cause"),
+    [
+        ("trl reward --model_name_or_path a/b --dataset_name c/d", "reward model"),
+        ("swift rlhf --rlhf_type grpo --model a/b --dataset c/d", "GRPO by ms-swift"),
+        ("swift rlhf --rlhf_type rm --model a/b --dataset c/d", "reward model"),
+        ("swift pt --model a/b --dataset c/d", "pretraining by ms-swift"),
+        ("swift infer --adapters a/b", "infer, not a training recipe"),
+        ("swift sft --model Qwen/Qwen2-VL-7B-Instruct --dataset c/d", "images by ms-swift"),
+        ("swift sft --model a/b --dataset c/d --task_type embedding", "embedding"),
+        ("swift sft --model a/b --dataset c/d --tuner_type adalora", "ADALORA"),
+        ("swift sft --model $MODEL --dataset c/d", "only the shell knows"),
+        ("swift sft --model 'a/b --dataset c/d", "close the quotes"),
+    ],
+)
+def test_what_is_not_converted_is_refused_by_its_name(command: str, cause: str) -> None:
+    with pytest.raises(UserError) as said:
+        convert(command)
+    assert cause in str(said.value)
+
+
+def test_a_script_of_ms_swift(tmp_path: Path) -> None:
+    """Its defaults: arguments/sft_args.py, arguments/tuner_args.py and trainers/arguments.py of ms-swift 4.6."""
+    (tmp_path / "train.sh").write_text(SWIFT)
+    found = convert_file(tmp_path / "train.sh")
+    expected: dict[str, Any] = {
+        "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct",
+        "datasets": [{"path": "org/rows", "name": "default", "max_samples": 500}, {"path": "data.jsonl"}],
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "gradient_accumulation_steps": 4,
+        "turns": "last",
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "learning_rate": 1e-4,
+        "lora_dropout": 0.05,
+        "accelerate_config": "fsdp_full_shard_auto",
+    }
+    assert {key: found.recipe.get(key) for key in expected} == expected
+    said = "\n".join(found.differences)
+    assert "template: null" in said and "model_author" in said and "not known here" not in said
+    assert any("names of ModelScope's hub" in line and "data.jsonl" not in line for line in found.to_do)
+
+
+def test_a_file_of_ms_swift_and_its_defaults_of_full_training(tmp_path: Path) -> None:
+    file = {"model": "org/model", "tuner_type": "full", "dataset": ["rows.jsonl"], "torch_dtype": "bfloat16"}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file | {"per_device_train_batch_size": 4}))
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert found.tool == "ms-swift"
+    keys = ("learning_rate", "gradient_accumulation_steps", "dtype")
+    assert [found.recipe.get(key) for key in keys] == [1e-5, 4, "bfloat16"]
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file | {"micro_batch_size": 4}))
+    with pytest.raises(UserError, match="Megatron-SWIFT"):
+        convert_file(tmp_path / "theirs.yaml")
+
+
+def test_the_command_takes_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["convert", "trl sft --model_name_or_path ./models/a --dataset_name b.jsonl"])
+    assert code in (0, EXIT_TO_DO)
+    assert capsys.readouterr().out.startswith("# From a command line (TRL) by finetune convert.\n")
