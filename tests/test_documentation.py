@@ -160,6 +160,7 @@ def test_every_command_is_run_or_says_what_it_needs(quickstart_run: QuickstartRu
         "chat",
         "checkpoints",
         "export",
+        "env",
     }
     for place in ELSEWHERE.values():
         assert (ROOT / place).is_file()
