@@ -298,6 +298,7 @@ def _add_serve_check(subcommands: "Subcommands") -> None:
     _take(check, "--prompts", "FILE", "rows or lines, as for chat (default: the run's held-out rows)")
     _take(check, "--count", "N", "prompts to ask (default: 8)", type=int, default=8)
     _take(check, "--max-new-tokens", "N", "of an answer (default: 32)", type=int, default=32)
+    _take(check, "--max-difference", "NATS", "also exit with 1 where a log-probability differs by more", type=float)
     _take(check, "--base-model", "MODEL", "the base model, where it is not named or has moved: a folder or hub name")
     _flag(check, "--trust-remote-code", "run the model's own code")
 
