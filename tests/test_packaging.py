@@ -103,6 +103,27 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
     assert newest is not None and newest[1] == __version__
 
 
+def test_the_citation_names_this_version_and_license() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["version"] == __version__ and citation["license"] == project["license"]
+    assert citation["authors"] == project["authors"]
+    assert {"cff-version", "message", "title"} <= citation.keys()
+
+
+def test_every_issue_form_asks_for_the_environment() -> None:
+    """By the keys that GitHub's schema requires: name, description, body; of each element type and attributes.label."""
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yaml"))
+    assert len(forms) == 2
+    for path in forms:
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= form.keys()
+        asked = {each["id"]: each for each in form["body"]}
+        assert len(asked) == len(form["body"])
+        assert all(each["type"] == "textarea" and each["attributes"]["label"] for each in form["body"])
+        assert "finetune env" in asked["env"]["attributes"]["label"] and asked["env"]["validations"]["required"]
+
+
 def list_ci_parts() -> set[str]:
     """The parts that .ci/run takes."""
     cases = (ROOT / ".ci" / "run").read_text().partition("case $part in")[2]
