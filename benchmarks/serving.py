@@ -2,13 +2,12 @@
 
     python benchmarks/serving.py make FOLDER       # trains small models, exports them, and asks transformers
     VLLM_PYTHON benchmarks/serving.py ask FOLDER   # asks vLLM, in its own environment
-    python benchmarks/serving.py table FOLDER      # writes finetune/export/served.csv and docs/export.md
+    python benchmarks/serving.py table FOLDER      # writes the table into docs/export.md
 
 Each model has two layers and random weights, three steps of training away. A cell is the largest difference over the
 tokens of 20 prompts, in fp32 on a CPU; or the error with which vLLM, the training or the export ended.
 """
 
-import csv
 import json
 import multiprocessing
 import os
@@ -21,7 +20,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "export.md"
-SERVED = ROOT / "finetune" / "export" / "served.csv"
 QUICKSTART = ROOT / "recipes" / "quickstart"
 CLOSE = 1e-4  # nats, of one token
 PROMPTS = 20
@@ -223,21 +221,21 @@ def ask_vllm(model: Path, adapter: Path | None, expected: Path, result: Path) ->
 
 
 def table(folder: Path) -> None:
-    """Writes the file that the last screen reads, and the page."""
+    """Writes the table of the page."""
     cells = json.loads((folder / "cells.json").read_text())
-    rows = [[family, *(cells.get(f"{family} {kind}", "no experts") for kind in KINDS)] for family in FAMILIES]
-    with SERVED.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([["model_type", *KINDS], *map(_shorten, rows)])
     text = PAGE.read_text(encoding="utf-8")
     start, end = "<!-- made by benchmarks/serving.py -->\n", "<!-- end -->"
     before, _, after = text.partition(start)
     lines = [f"| `model_type` | {' | '.join(KINDS.values())} |", f"|---|{'---|' * len(KINDS)}"]
-    lines += [f"| `{row[0]}` | {' | '.join(map(str, row[1:]))} |" for row in map(_shorten, rows)]
+    for family in FAMILIES:
+        dense = {} if family in MIXTURES else {"experts": "no experts"}
+        row = [cells.get(f"{family} {kind}", dense.get(kind, "not run")) for kind in KINDS]
+        lines.append(f"| `{family}` | {' | '.join(map(_shorten, row))} |")
     PAGE.write_text(before + start + "\n".join(lines) + "\n" + end + after.partition(end)[2], encoding="utf-8")
 
 
-def _shorten(row: list[Any]) -> list[str]:
-    return [f"{cell:.1e}" if isinstance(cell, float) else str(cell).replace("|", "/") for cell in row]
+def _shorten(cell: Any) -> str:
+    return f"{cell:.1e}" if isinstance(cell, float) else str(cell).replace("|", "/")
 
 
 if __name__ == "__main__":
