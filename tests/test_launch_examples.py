@@ -82,6 +82,7 @@ def test_modal_builds_its_app() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=LAUNCH, check=True)
 
 
+@pytest.mark.slow
 def test_ray_trains_on_two_ranks_of_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="pip install ray")
     keys = [
