@@ -3,7 +3,7 @@ PYTHON ?= python3
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-slow test-lowest check format clean
+.PHONY: quickstart test test-slow test-gpu test-lowest test-newest test-wheel check format clean
 
 quickstart: .venv/packages
 	finetune launch --config fsdp_full_shard.yaml
@@ -13,6 +13,9 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	python -m pytest -m slow
+
+test-gpu: .venv/installed
+	python -m pytest -m gpu
 
 # The lowest versions that pyproject.toml admits; of torch the one that has a CPU build at hand. LOWEST_TORCH=2.11.0
 # has none: its build for CUDA, 3 GB with its libraries, runs on a CPU too.
@@ -25,6 +28,23 @@ test-lowest:
 	PATH=$(CURDIR)/.venv-lowest/bin:$$PATH python -m pytest -m "not slow" \
 	  tests/test_quickstart.py tests/training/test_same_losses.py tests/checkpoint/test_resume.py tests/export/test_lora_merge.py \
 	  tests/training/test_experts.py tests/training/test_published_bases.py tests/models/test_layers.py
+
+# The newest versions on the index that pyproject.toml admits, without constraints.txt, and the quick suite. NEWEST names
+# others: NEWEST="torch==2.13.0 transformers accelerate peft datasets".
+NEWEST ?= torch transformers accelerate peft datasets
+test-newest:
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --editable ".[dev]" $(NEWEST) --upgrade --upgrade-strategy eager
+	PATH=$(CURDIR)/.venv-newest/bin:$$PATH python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+# The wheel as its users have it: installed into a new environment, and tried from another folder.
+test-wheel:
+	rm -rf .venv-wheel build
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip wheel --quiet --no-deps --wheel-dir .venv-wheel/dist .
+	.venv-wheel/bin/python -m pip install --quiet .venv-wheel/dist/finetune_exact-*.whl
+	.venv-wheel/bin/python tests/try_wheel.py .venv-wheel/bin/finetune
 
 check: .venv/installed
 	ruff check .
@@ -49,4 +69,4 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-newest .venv-wheel runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,7 +7,7 @@ What is public is listed in docs/api.md, with its types in `__init__.pyi`. It is
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 PUBLIC = {
     "inference.conversation": ("Chat",),
     "api": ("RunResult", "chat", "export_run", "load_recipe", "make_plan", "prepare", "train"),

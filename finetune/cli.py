@@ -37,8 +37,9 @@ COMMANDS = {
     "report": "finetune.report.page:report_command",
     "convert": "finetune.convert.conversion:convert_command",
     "checkpoints": "finetune.checkpoint.folders:checkpoints_command",
+    "env": "finetune.init.environment:environment_command",
 }
-TAKES_A_RECIPE = ("launch", "plan", "inspect")
+TAKES_A_RECIPE = ("launch", "plan", "inspect", "env")
 add_hints(hints)
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -147,6 +148,9 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     _take(plan, "--network", "SIZE", "bytes a second, one way, from a node to others (default: 400GB)")
     _take(plan, "--mfu", "SHARE", "assumed share of the peak FLOP/s (default: as measured, 0.22 to 0.58)", type=float)
     _flag(plan, "--json", "print JSON")
+
+    env = _add(subcommands, "env", "print versions, devices and kernels, and what a recipe lacks here")
+    _add_run(env, "ranks of the run (default: one for each GPU, or one)", recipe=None)
 
     inspect = _add(subcommands, "inspect", "show the data as the model will see it, and what is wrong with it")
     inspect.usage = (
@@ -296,6 +300,7 @@ def _add_serve_check(subcommands: "Subcommands") -> None:
     _take(check, "--prompts", "FILE", "rows or lines, as for chat (default: the run's held-out rows)")
     _take(check, "--count", "N", "prompts to ask (default: 8)", type=int, default=8)
     _take(check, "--max-new-tokens", "N", "of an answer (default: 32)", type=int, default=32)
+    _take(check, "--max-difference", "NATS", "also exit with 1 where a log-probability differs by more", type=float)
     _take(check, "--base-model", "MODEL", "the base model, where it is not named or has moved: a folder or hub name")
     _flag(check, "--trust-remote-code", "run the model's own code")
 
@@ -323,7 +328,7 @@ def _flag(parser: Any, name: str, what: str, *, clears: str | None = None) -> No
     parser.add_argument(name, help=what, **keys)
 
 
-def _add_run(parser: argparse.ArgumentParser, ranks: str) -> None:
-    _take(parser, "--recipe", "R", "a file, or a name in recipes/ (default: quickstart)", default="quickstart")
+def _add_run(parser: argparse.ArgumentParser, ranks: str, *, recipe: str | None = "quickstart") -> None:
+    _take(parser, "--recipe", "R", f"a file, or a name in recipes/ (default: {recipe or 'none'})", default=recipe)
     _take(parser, "--config", "C", "an Accelerate file, or a name in accelerate_configs/ (default: the recipe's)")
     _take(parser, "--num-processes", "N", ranks, type=int)

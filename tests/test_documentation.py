@@ -27,7 +27,7 @@ from tests.plan.run_specs import LLAMA_31_8B
 from tests.ranks import ROOT, run_command, run_python
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md")))
 PROGRAMS = (
     "finetune",
     "accelerate",
@@ -52,10 +52,6 @@ ELSEWHERE = {
     "make check": ".ci/run",
     "python3 -m venv .venv && . .venv/bin/activate": "Makefile",
     "finetune launch --config fsdp_full_shard.yaml": "tests/test_quickstart.py",
-    "finetune launch --recipe quickstart_dpo": "tests/test_quickstart.py",
-    "finetune launch --recipe quickstart_distill": "tests/test_quickstart.py",
-    "finetune launch --recipe quickstart_grpo": "tests/test_quickstart.py",
-    "finetune launch --recipe quickstart_vision": "tests/test_quickstart.py",
 }
 
 
@@ -160,6 +156,7 @@ def test_every_command_is_run_or_says_what_it_needs(quickstart_run: QuickstartRu
         "chat",
         "checkpoints",
         "export",
+        "env",
     }
     for place in ELSEWHERE.values():
         assert (ROOT / place).is_file()

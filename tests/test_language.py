@@ -26,7 +26,16 @@ NOT_OURS = {
 }
 QUOTED = ("Tell me", "tell me", ".tell()", "def tell(", "do not tell the user")  # the last: Qwen's template
 FOLDERS = ("finetune", "docs", "recipes", "accelerate_configs", "benchmarks", "tests")
-PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "Makefile", "pyproject.toml")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "AGENTS.md",
+    "CITATION.cff",
+    "CHANGELOG.md",
+    "Makefile",
+    "pyproject.toml",
+)
 ENDINGS = {".py", ".md", ".yaml", ".jinja", ".js", ".css"}
 
 

@@ -1,5 +1,6 @@
 """The README's commands, recipe and messages, as they stand there. Its Python block runs in test_quickstart.py."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -34,6 +35,18 @@ def test_it_is_short_and_your_own_data_come_second() -> None:
     sections = re.findall(r"^## (.*)$", README, re.M)
     assert sections[:2] == ["Two minutes, no GPU", "Your own data"]
     assert "make quickstart" in README[: README.index("## ")], "the first screen has the command"
+
+
+def test_its_figures_are_those_that_were_measured() -> None:
+    """Our column is benchmarks/results/gpu.json, or the row of docs/performance.md, which also has Unsloth's."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["cases"]
+    known = [(f"{each['tokens_per_second']:,}", str(each["peak_memory_gib"])) for each in measured.values()]
+    rows = re.findall(r"^\| [^|]*\| ([\d,]+), ([\d.]+) GiB \| ([\d,]+), \*{0,2}([\d.]+) GiB", README, re.M)
+    assert len(rows) == 5
+    for ours, memory, unsloth, its_memory in rows:
+        assert (ours, memory) in known or f"| {ours}, {memory} GiB |" in page
+        assert f"{unsloth}, {its_memory} GiB" in page
 
 
 def test_the_package_tree_is_on_another_page_and_other_tools_have_an_honest_line_each() -> None:
@@ -89,6 +102,7 @@ def test_make_does_what_stands_under_it() -> None:
         assert f"\n{target}: " in makefile
     assert "\tfinetune launch --config fsdp_full_shard.yaml\n" in makefile
     assert commands("finetune")[0] == ["launch", "--config", "fsdp_full_shard.yaml"]
+    assert README.index("\npip install -e .") < README.index("\nmake quickstart"), "pip first: not everybody has make"
     assert f"  # or {shlex.join(QUICKSTART)}\n" in README
     # The notice that pip has a newer version is no part of the first screen.
     assert "\nexport PIP_DISABLE_PIP_VERSION_CHECK := 1\n" in makefile

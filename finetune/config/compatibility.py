@@ -24,6 +24,12 @@ FLASH_GPUS: Mapping[str, tuple[int, ...]] = {  # major versions of the compute c
     "flash_attention_3": (9,),
     "flash_attention_4": (9, 10),
 }
+# A recipe's name -> the module of its package, torch's name for it.
+FLASH_PACKAGES: Mapping[str, tuple[str, str]] = {
+    "flash_attention_3": ("flash_attn_interface", "FA3"),
+    "flash_attention_4": ("flash_attn.cute", "FA4"),
+}
+FLASH_ON_INDEX = "flash-attn-4"  # FlashAttention 3 has no wheel there
 
 
 def find_problems(

@@ -6,12 +6,14 @@ The server is started or running already, and is asked through the OpenAI protoc
 import argparse
 import importlib.util
 import json
+import math
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -22,8 +24,11 @@ from typing import Any
 import torch
 
 from finetune.config.yaml_file import find_yaml
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
 from finetune.data.formats import Conversation
 from finetune.errors import UserError
+from finetune.export.export import use_adapter
+from finetune.files.json_files import read_json_object
 from finetune.files.network import send
 from finetune.inference.conversation import encode_prompt, end_ids
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_inference_model
@@ -47,6 +52,18 @@ class Server:
         body = {"prompt": prompt, "logprobs": 1}
         return self._choose(_request(f"{self.url}/v1/completions", body | self._greedy(max_tokens)))
 
+    def score(self, ids: Sequence[int]) -> list[float] | None:
+        """The log-probability of each token after the first; None where the server does not give them for prompts."""
+        body = {"prompt": list(ids), "logprobs": 1, "echo": True} | self._greedy(1)
+        try:
+            answer = self._choose(_request(f"{self.url}/v1/completions", body))
+        except UserError:  # it takes no ids, or no echo
+            return None
+        given = (answer.get("logprobs") or {}).get("token_logprobs") or []
+        of_prompt = given[1 : len(ids)]
+        is_complete = len(given) in (len(ids), len(ids) + 1) and all(isinstance(each, float) for each in of_prompt)
+        return of_prompt if is_complete else None
+
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int) -> str:
         """The greedy answer to a conversation, which the server renders itself."""
         answer = _request(f"{self.url}/v1/chat/completions", {"messages": list(messages)} | self._greedy(max_tokens))
@@ -66,12 +83,12 @@ class Server:
 
 @contextmanager
 def open_server(
-    name: str, folder: Path, gguf: Path | None, served: str | None, log: Callable[[str], object]
+    name: str, reference: ModelReference, gguf: Path | None, served: str | None, log: Callable[[str], object]
 ) -> Iterator[Server]:
     """The server `name`: llama.cpp or vllm, started for the block; ollama or a URL, which must run already.
 
     Args:
-        folder: Of the export, for vLLM.
+        reference: The export or adapter, for vLLM.
         gguf: The file, for llama.cpp.
         served: What a running server calls the model; None: the only one that it has.
 
@@ -87,7 +104,9 @@ def open_server(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = STARTS[name](folder, gguf, port)
+    command = STARTS[name](reference, gguf, port)
+    if name == "vllm" and reference.kind == "adapter":
+        served = served or Path(reference.name).name
     log(f"server  {' '.join(command)}")
     with TemporaryFile() as said, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process:
         try:
@@ -102,10 +121,11 @@ def open_server(
                 process.kill()
 
 
-def _start_llama_cpp(folder: Path, gguf: Path | None, port: int) -> list[str]:
+def _start_llama_cpp(reference: ModelReference, gguf: Path | None, port: int) -> list[str]:
     if gguf is None:
         raise UserError(
-            f"{folder}: holds no GGUF file; write one with finetune export --format gguf, and name it with --gguf"
+            f"{reference.name}: holds no GGUF file; write one with finetune export --format gguf, and name it with "
+            "--gguf"
         )
     if binary := shutil.which("llama-server"):
         return [binary, "-m", str(gguf), "--port", str(port), "-c", str(CONTEXT)]
@@ -117,14 +137,30 @@ def _start_llama_cpp(folder: Path, gguf: Path | None, port: int) -> list[str]:
     return [sys.executable, "-m", "llama_cpp.server", "--model", str(gguf), *options]
 
 
-def _start_vllm(folder: Path, gguf: Path | None, port: int) -> list[str]:
-    binary = shutil.which("vllm")
-    if binary is None:
+def _start_vllm(reference: ModelReference, gguf: Path | None, port: int) -> list[str]:
+    """The command of the last screen, in the dtype of the files and with no more room than the model has positions."""
+    if shutil.which("vllm") is None:
         raise UserError("--server vllm: not installed; pip install vllm, or name a running server by its URL")
-    return [binary, "serve", str(folder), "--port", str(port), "--max-model-len", str(CONTEXT)]
+    folder = Path(reference.name)
+    if reference.kind == "adapter":
+        commands = use_adapter(folder, reference.base, read_json_object(folder / ADAPTER_CONFIG))
+        if "vLLM" not in commands:
+            raise UserError(f"{folder}: vLLM serves no such adapter; export the merged model, and check that")
+        command = shlex.split(commands["vLLM"])
+        described = Path(str(reference.base))
+    elif reference.kind == "model":
+        command = ["vllm", "serve", str(folder)]
+        described = folder
+    else:
+        raise UserError(f"{folder}: vLLM serves exports and adapters; make one with finetune export")
+    config = read_json_object(described / CONFIG_FILE) if described.is_dir() else {}
+    text = config.get("text_config") or config
+    room = min(CONTEXT, text.get("max_position_embeddings") or CONTEXT)
+    dtype = str(config.get("dtype") or text.get("dtype") or "auto")  # by itself vLLM serves float32 in half of it
+    return [*command, "--port", str(port), "--max-model-len", str(room), "--dtype", dtype]
 
 
-STARTS: Mapping[str, Callable[[Path, Path | None, int], list[str]]] = {
+STARTS: Mapping[str, Callable[[ModelReference, Path | None, int], list[str]]] = {
     "llama.cpp": _start_llama_cpp,
     "vllm": _start_vllm,
 }
@@ -179,6 +215,8 @@ class GreedyAnswer:
     """What transformers answers, greedily."""
 
     prompt: str  # as it is sent, without a bos that the server adds
+    ids: list[int]  # of the prompt
+    prompt_logprobs: list[float]  # of each of them after the first
     tokens: list[int]
     text: str
     logprobs: list[float]  # of each token
@@ -193,12 +231,16 @@ class Comparison:
     line: str
     is_same: bool
     difference: float  # the largest of the log-probabilities, over the tokens that are the same; nan: not given
+    prompt_difference: float  # the same, over the tokens of the prompt
 
 
 def serve_check_command(arguments: argparse.Namespace) -> int:
     """Compares the server's answers with transformers'. Returns 0, or 1 where they part."""
     if arguments.max_new_tokens < 1 or arguments.count < 1:
         raise UserError("--max-new-tokens, --count: 1 or more is expected")
+    most: float | None = arguments.max_difference
+    if most is not None and not most > 0:
+        raise UserError(f"--max-difference {most:g}: more than 0 nats is expected; 1e-4 holds in fp32, 0.1 in bf16")
     reference = find_model(arguments.source)
     prompts = list(islice(_read_prompts(reference, arguments.prompts), arguments.count))
     if not prompts:
@@ -207,15 +249,29 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
     gguf = Path(arguments.gguf) if arguments.gguf else next(iter(sorted(folder.glob("*.gguf"))), None)
     if gguf is not None and not gguf.is_file():
         raise UserError(f"--gguf: {gguf}: no such file")
-    with open_server(arguments.server, folder, gguf, arguments.served_model, print) as server:
+    with open_server(arguments.server, reference, gguf, arguments.served_model, print) as server:
         options = LoadOptions(base_model=arguments.base_model, trust_remote_code=arguments.trust_remote_code)
         model = load_inference_model(reference, options, print)
         compared = [compare(model, server, prompt, arguments.max_new_tokens) for prompt in prompts]
     same = sum(each.is_same for each in compared)
-    largest = max((each.difference for each in compared if each.difference == each.difference), default=None)
+    largest = _find_largest(each.difference for each in compared)
+    of_prompts = _find_largest(each.prompt_difference for each in compared)
     near = "" if largest is None else f"; log-probabilities within {largest:.2g}"
     print(f"{same} of {len(compared)} prompts answered alike by {arguments.server} and transformers{near}")
-    return 0 if same == len(compared) else EXIT_DIFFERS
+    print(
+        "prompts: the server gives no log-probabilities for them"
+        if of_prompts is None
+        else f"prompts: log-probabilities of their tokens within {of_prompts:.2g}"
+    )
+    if most is not None and largest is None and of_prompts is None:
+        raise UserError(f"--max-difference: {arguments.server} gives no log-probabilities")
+    is_near = most is None or max(largest or 0.0, of_prompts or 0.0) <= most
+    return 0 if same == len(compared) and is_near else EXIT_DIFFERS
+
+
+def _find_largest(differences: Iterable[float]) -> float | None:
+    """The largest, without those that are not given; None where none is."""
+    return max((each for each in differences if not math.isnan(each)), default=None)
 
 
 def _read_prompts(reference: ModelReference, given: str | None) -> Iterator[Conversation]:
@@ -234,6 +290,7 @@ def _read_prompts(reference: ModelReference, given: str | None) -> Iterator[Conv
 def compare(model: InferenceModel, server: Server, conversation: Conversation, max_tokens: int) -> Comparison:
     """Asks both, as a text and, where the model has a chat template, as a conversation. Prints what was found."""
     ours = _ask_transformers(model, conversation, max_tokens)
+    prompt_logprobs = server.score(ours.ids)
     answer = server.complete(ours.prompt, max_tokens)
     text = str(answer.get("text") or "")
     given = (answer.get("logprobs") or {}).get("token_logprobs") or []
@@ -241,7 +298,7 @@ def compare(model: InferenceModel, server: Server, conversation: Conversation, m
     is_tie = False
     alike = len(ours.tokens) if parted is None else parted
     pairs = zip(ours.logprobs[:alike], given[:alike], strict=False)
-    difference = max((abs(one - other) for one, other in pairs if other is not None), default=float("nan"))
+    difference = max((abs(one - other) for one, other in pairs if other is not None), default=math.nan)
     if parted is None:
         line = f"the same {len(ours.tokens)} tokens"
     else:
@@ -257,7 +314,9 @@ def compare(model: InferenceModel, server: Server, conversation: Conversation, m
         if said.strip() != text.strip():
             line += f"; as a conversation it answers {said[:40]!r}: the server renders another prompt than the template"
             is_same = False
-    comparison = Comparison(line, is_same, difference)
+    prompt_pairs = zip(ours.prompt_logprobs, prompt_logprobs or (), strict=False)
+    prompt_difference = max((abs(one - other) for one, other in prompt_pairs), default=math.nan)
+    comparison = Comparison(line, is_same, difference, prompt_difference)
     print(f"{model.tokenizer.decode(encode_prompt(model, conversation))[-40:]!r}: {line}")
     return comparison
 
@@ -276,6 +335,7 @@ def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tok
             return_dict_in_generate=True,
             output_logits=True,
         )
+        of_prompt = torch.log_softmax(model.model(input_ids=given).logits[0, :-1].float(), -1)
     tokens = made.sequences[0, len(ids) :].tolist()
     ends = end_ids(model)
     if tokens and tokens[-1] in ends:  # servers do not show it
@@ -287,6 +347,8 @@ def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tok
     sent = ids[1:] if adds_bos and ids[:1] == [bos] else ids
     return GreedyAnswer(
         model.tokenizer.decode(sent),
+        ids,
+        of_prompt.gather(1, given[0, 1:, None])[:, 0].tolist(),
         tokens,
         model.tokenizer.decode(tokens),
         [float(pair[0]) for pair in best],

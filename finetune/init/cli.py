@@ -3,7 +3,6 @@
 import argparse
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from finetune.data.sources import list_files
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
 from finetune.files.network import download_file
+from finetune.init.environment import list_gpus
 from finetune.init.new_recipe import (
     DataSummary,
     Fit,
@@ -104,14 +104,7 @@ def require(given: str | None, flag: str, question: str, default: str = "", *, r
 
 def find_gpus() -> Hardware | None:
     """The GPUs of this machine, with the memory of the smallest; None where nvidia-smi finds none."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        mebibytes = [int(line) for line in listed.split()]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+    mebibytes = [gpu.mebibytes for gpu in list_gpus()]
     return Hardware(len(mebibytes), f"{int(min(mebibytes) / 1024 * 10) / 10:g}GiB") if mebibytes else None
 
 

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from finetune.config.compatibility import FLASH_GPUS
+from finetune.config.compatibility import FLASH_GPUS, FLASH_ON_INDEX, FLASH_PACKAGES
 from finetune.config.facts import attends_by_mask
 from finetune.config.families import find_family
 from finetune.distributed.model_parts import has_other_parts, language_model_of, other_parts, trunk_of
@@ -45,9 +45,6 @@ from finetune.models.attention import NAME, prepare_for_packed, register, split_
 from finetune.models.attention_kernels import find_windows
 from finetune.models.routing import find_routing
 
-# A recipe's name -> the module of its package, torch's name for it.
-FLASH_PACKAGES = {"flash_attention_3": ("flash_attn_interface", "FA3"), "flash_attention_4": ("flash_attn.cute", "FA4")}
-FLASH_ON_INDEX = "flash-attn-4"  # FlashAttention 3 has no wheel there
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 

@@ -5,6 +5,8 @@ stand-in speaks the same protocol, and is a mock.
 """
 
 import json
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +21,7 @@ import yaml
 from finetune.cli import main
 from finetune.export.publish import is_installed
 from finetune.inference.serve_check import NEAR_TIE
+from tests.conftest import make_chat, make_model
 from tests.export.gguf_models import make_gguf_model
 
 MakeModel = Callable[..., Path]
@@ -60,6 +63,43 @@ def test_llama_cpps_server_answers_with_the_same_tokens(
     assert "the server renders another prompt than the template" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("FINETUNE_VLLM" not in os.environ, reason="FINETUNE_VLLM names no vllm command")
+@pytest.mark.parametrize("kind", ["export", "adapter"])
+def test_vllms_server_gives_the_log_probabilities_of_transformers(
+    kind: str, lora_of_served: Path, prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM itself, in an environment of its own: `FINETUNE_VLLM` is the path of its command."""
+    monkeypatch.setenv("PATH", str(Path(os.environ["FINETUNE_VLLM"]).parent), prepend=":")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    command = ["serve-check", str(lora_of_served / kind), "--server", "vllm", "--prompts", prompts]
+    assert main([*command, "--max-new-tokens", "8", "--max-difference", "1e-4"]) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "3 of 3 prompts answered alike by vllm and transformers" in said
+    assert "prompts: log-probabilities of their tokens within " in said
+
+
+@pytest.fixture(scope="module")
+def lora_of_served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA run over a model whose heads vLLM has kernels for."""
+    folder = tmp_path_factory.mktemp("served")
+    recipe = {
+        "model_name_or_path": str(make_model(folder / "base", head_dim=32)),
+        "datasets": [{"path": str(make_chat(folder / "chat.jsonl", rows=24))}],
+        "max_length": 64,
+        "global_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 0.05,
+        "use_peft": True,
+        "export_dtype": "float32",
+        "output_dir": str(folder / "run"),
+    }
+    (folder / "lora.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["launch", "--recipe", str(folder / "lora.yaml"), "--num-processes", "1"]) == 0
+    return folder / "run"
+
+
 class StandIn(BaseHTTPRequestHandler):
     """Says what `answers` holds for the path, whatever is asked. A mock: what it says is no model's."""
 
@@ -74,7 +114,9 @@ class StandIn(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body.get("echo") and "echo" in self.answers:
+            self.path = "echo"
         self.do_GET()
 
     def log_message(self, *args: Any) -> None:
@@ -184,9 +226,55 @@ def test_the_runs_own_rows_are_asked_and_the_first_other_token_is_named(
     assert "as a conversation it answers 'Something else'" in capsys.readouterr().out
 
 
+def test_the_log_probabilities_of_prompts_are_compared_with_transformers(
+    stand_in: str, tiny_llama: MakeModel, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tiny_llama()
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Once upon a time\n")
+    model, tokenizer = (c.from_pretrained(folder) for c in (AutoModelForCausalLM, AutoTokenizer))
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Once upon a time"}], tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.no_grad():
+        new = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+        scores = torch.log_softmax(model(ids).logits[0], -1)
+    given = scores[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    answer = tokenizer.decode(new, skip_special_tokens=True)
+    command = ["serve-check", str(folder), "--server", stand_in, "--prompts", str(prompts), "--max-new-tokens", "4"]
+    command += ["--max-difference", "0.001"]
+
+    def serve(echoed: list[float | None]) -> None:
+        pages = {
+            "/v1/models": MODELS,
+            "/v1/completions": (200, {"choices": [{"text": answer}]}),
+            "/v1/chat/completions": (200, {"choices": [{"message": {"content": answer}}]}),
+            "echo": (200, {"choices": [{"text": "", "logprobs": {"token_logprobs": echoed}}]}),
+        }
+        monkeypatch.setattr(StandIn, "answers", pages)
+
+    serve([None, *given, -1.0])
+    assert main(command) == 0, capsys.readouterr().out
+    assert re.search(
+        r"^prompts: log-probabilities of their tokens within (0|\d(\.\d)?e-0[5-9])$", capsys.readouterr().out, re.M
+    )
+    serve([None, *given[:-1], given[-1] - 0.5, -1.0])
+    assert main(command) == 1
+    assert "prompts: log-probabilities of their tokens within 0.5\n" in capsys.readouterr().out
+    serve([None, *given[:-1]])  # of another number of tokens: not what was asked
+    assert main(command) == 2
+    said = capsys.readouterr()
+    assert "prompts: the server gives no log-probabilities for them\n" in said.out
+    assert "--max-difference: http://127.0.0.1" in said.err and "gives no log-probabilities" in said.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--server", "vllm", "--max-difference", "0"], "--max-difference 0: more than 0 nats is expected"),
         (["--server", "tgi"], "--server: tgi: one of llama.cpp, vllm, ollama or a URL (http://...) is expected"),
         (["--server", "llama.cpp"], "holds no GGUF file; write one with finetune export --format gguf"),
         (["--server", "llama.cpp", "--gguf", "absent.gguf"], "--gguf: absent.gguf: no such file"),

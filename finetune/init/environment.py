@@ -1,0 +1,209 @@
+"""`finetune env`: what this machine has installed, its devices and kernels, and what a recipe lacks; without torch."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from finetune import __version__
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.compatibility import FLASH_GPUS, FLASH_ON_INDEX, FLASH_PACKAGES, find_problems
+from finetune.config.facts import MachineFacts, has_compiler, with_recipe_keys
+from finetune.config.pretrained import complete_lora
+from finetune.config.reader import read_recipe
+from finetune.constants import count_cores
+from finetune.errors import EXIT_USER_ERROR, UserError, install_command
+from finetune.plan.architecture import find_local_facts
+from finetune.units import counted, gib
+
+CORE = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
+# An optional part of the package, by its name in pyproject.toml -> its distributions, and what it is for.
+OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "tensorboard": (("tensorboard",), "report_to: tensorboard"),
+    "wandb": (("wandb",), "report_to: wandb"),
+    "mlflow": (("mlflow",), "report_to: mlflow"),
+    "trackio": (("trackio",), "report_to: trackio"),
+    "plots": (("matplotlib",), "the report's loss.png"),
+    "evaluate": (("lm-eval",), "finetune evaluate"),
+    "liger": (("liger-kernel",), "use_liger_kernel"),
+    "quantized": (("bitsandbytes",), "load_in_4bit, load_in_8bit"),
+    "torchao": (("torchao",), "FP8, 8-bit AdamW, quantization_aware_training"),
+    "compressed-tensors": (("compressed-tensors", "torchao"), "quantized exports"),
+    "images": (("pillow", "num2words"), "images"),
+    "math-verify": (("math-verify",), "the reward math_verify"),
+    "gguf": (("gguf",), "exports as GGUF"),
+    "llama-cpp": (("gguf", "llama-cpp-python"), "GGUF's smaller types, and their proof"),
+}
+# The module of a kernel's package -> what it computes. FlashAttention 3 and 4 are in FLASH_PACKAGES.
+KERNELS: Mapping[str, str] = {
+    "flash_attn": "FlashAttention 2, of transformers",
+    "fla": "linear attention of hybrids",
+    "causal_conv1d": "convolutions of hybrids",
+    "mamba_ssm": "Mamba's scan",
+    "kernels": "kernels from the hub",
+}
+CPU_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+GPU_FIELDS = "name,compute_cap,memory.total,driver_version"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as nvidia-smi lists it."""
+
+    name: str
+    capability: tuple[int, int]  # compute capability
+    mebibytes: int
+    driver: str
+
+
+def list_gpus() -> list[Gpu]:
+    """Lists the GPUs of this machine; empty where nvidia-smi finds none."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
+    gpus = []
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        for line in listed.splitlines():
+            name, capability, mebibytes, driver = [field.strip() for field in line.split(",")]
+            major, minor = capability.split(".")
+            gpus.append(Gpu(name, (int(major), int(minor)), int(mebibytes), driver))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+    return gpus
+
+
+def environment_command(options: argparse.Namespace) -> int:
+    """Prints the environment. Returns 2 where the recipe lacks something or does not work here, else 0."""
+    if options.recipe is None and (options.config or options.num_processes or options.overrides):
+        raise UserError("env: --config, --num-processes and key=value are for a recipe; name one with --recipe")
+    gpus = list_gpus()
+    missing = None if options.recipe is None else _find_missing(options, gpus)
+    for label, lines in _describe_all(gpus):
+        for number, line in enumerate(lines):
+            print(f"{'' if number else label:<11} {line}")
+    if missing is None:
+        return 0
+    print(f"{'recipe':<11} {options.recipe}: {'lacks nothing here' if not missing else 'does not run here'}")
+    for problem in missing:
+        print(f"{'missing':<11} {problem}")
+    return EXIT_USER_ERROR if missing else 0
+
+
+def _find_missing(options: argparse.Namespace, gpus: list[Gpu]) -> list[str]:
+    """Lists what the rules refuse of the recipe on this machine, each with the command or key that fixes it."""
+    if options.num_processes is not None and options.num_processes < 1:
+        raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
+    ranks = options.num_processes or max(1, len(gpus))
+    recipe = complete_lora(read_recipe(options.recipe, options.overrides))
+    sharding = read_sharding(options.config, recipe.run.accelerate_config, {"WORLD_SIZE": str(ranks)})
+    machine = describe_machine([] if sharding.use_cpu else gpus)
+    layout = with_recipe_keys(sharding, recipe)
+    problems = find_problems(recipe, layout, find_local_facts(recipe.model), ranks, machine=machine)
+    return list(dict.fromkeys(str(problem) for problem in problems if not problem.is_note))
+
+
+def describe_machine(gpus: list[Gpu]) -> MachineFacts:
+    """The facts that the rules ask for, of a machine with these GPUs."""
+    if not gpus:
+        return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
+    return MachineFacts(
+        device="cuda", system=sys.platform, has_compiler=has_compiler(), gpu=gpus[0].name, capability=gpus[0].capability
+    )
+
+
+def _describe_all(gpus: list[Gpu]) -> Iterator[tuple[str, list[str]]]:
+    yield "finetune", [f"{__version__} in {Path(__file__).parents[1]}"]
+    yield "python", [f"{platform.python_version()} on {platform.platform()}"]
+    yield "packages", [f"{name} {_version_of(name) or 'is not installed'}" for name in CORE]
+    yield "torch", [_describe_torch(gpus)]
+    yield "devices", [*_describe_gpus(gpus), _describe_cpu()]
+    yield "kernels", list(_describe_kernels(gpus))
+    yield "optional", list(_describe_optional())
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _describe_torch(gpus: list[Gpu]) -> str:
+    """What torch was built for, as a file of it says: an import would take seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "is not installed; pip install -e . in a clone of the repository"
+    text = ""
+    with suppress(OSError):
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    builds = re.findall(r"^(cuda|hip)\b[^=\n]*= '([^']+)'", text, re.MULTILINE)
+    if builds:
+        return "built for " + " and ".join(f"{name.upper()} {version}" for name, version in builds)
+    lost = "; install one for your driver, else no GPU is used" if gpus else ""
+    return f"built for the CPU alone{lost}"
+
+
+def _describe_gpus(gpus: list[Gpu]) -> list[str]:
+    if not gpus:
+        return ["no GPU: nvidia-smi lists none"]
+    lines = []
+    for gpu in dict.fromkeys(gpus):
+        capability = ".".join(map(str, gpu.capability))
+        lines.append(
+            f"{gpus.count(gpu)} x {gpu.name}: {gib(gpu.mebibytes << 20)} GiB, compute capability {capability}, driver "
+            f"{gpu.driver}"
+        )
+    return lines
+
+
+def _describe_cpu() -> str:
+    flags: set[str] = set()
+    with suppress(OSError):
+        flags.update(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    instructions = " ".join(name for name in CPU_INSTRUCTIONS if name in flags)
+    memory = gib(psutil.virtual_memory().total)
+    return f"{counted(count_cores(), 'core')}, {memory} GiB of host memory{f', {instructions}' if instructions else ''}"
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # the package that the module is in
+        return False
+
+
+def _describe_kernels(gpus: list[Gpu]) -> Iterator[str]:
+    """The kernels' packages that are found, and the one that these GPUs would run."""
+    yield "a C compiler for torch_compile" if has_compiler() else "no C compiler: torch_compile needs one (g++)"
+    names = {name: f"FlashAttention {torch_name[-1]}" for name, (_, torch_name) in FLASH_PACKAGES.items()}
+    for name, (module, _) in FLASH_PACKAGES.items():
+        if _is_found(module):
+            yield f"{module}: {names[name]}"
+    for module, what in KERNELS.items():
+        if _is_found(module):
+            yield f"{module}: {what}"
+    module, _ = FLASH_PACKAGES["flash_attention_4"]
+    if gpus and gpus[0].capability[0] in FLASH_GPUS["flash_attention_4"] and not _is_found(module):
+        yield f"attention by torch's FlashAttention 2; pip install {FLASH_ON_INDEX} for a faster one"
+
+
+def _describe_optional() -> Iterator[str]:
+    for extra, (distributions, purpose) in OPTIONAL.items():
+        versions = {name: _version_of(name) for name in distributions}
+        if all(versions.values()):
+            yield f"{', '.join(f'{name} {version}' for name, version in versions.items())} ({purpose})"
+        else:
+            lost = " and ".join(name for name, version in versions.items() if version is None)
+            verb = "is" if list(versions.values()).count(None) == 1 else "are"
+            yield f"{lost} {verb} not installed ({purpose}): {install_command(extra)}"
