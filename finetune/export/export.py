@@ -33,6 +33,7 @@ from finetune.export.values import refuse_idle
 from finetune.export.verify import start_logits, start_verification
 from finetune.export.write import Weights, make_files, plan_weights, write_weights
 from finetune.files.network import check_push, push_folder
+from finetune.files.phases import Phases
 from finetune.files.tensors import read_files
 from finetune.units import disk_size
 
@@ -91,22 +92,33 @@ def export(
 
 
 def export_run(
-    run: Path, *, checkpoint: Path | None = None, verify: bool = True, log: Callable[[str], object] = print
+    run: Path,
+    *,
+    checkpoint: Path | None = None,
+    verify: bool = True,
+    log: Callable[[str], object] = print,
+    phases: Phases | None = None,
 ) -> Path:
     """Writes a finished run's `export/`, and for LoRA `adapter/`. One process calls it, after the last checkpoint.
 
-    The source is `checkpoint`, by default the run's newest. Earlier exports of the run are replaced.
+    The source is `checkpoint`, by default the run's newest. Earlier exports of the run are replaced. `phases` gets the
+    seconds of the export and of its check.
     """
+    phases = phases or Phases()
+    with phases.timed("export"):
+        return _export_run(run, checkpoint, verify, log, phases)
+
+
+def _export_run(run: Path, checkpoint: Path | None, verify: bool, log: Callable[[str], object], phases: Phases) -> Path:
     source = open_source(checkpoint or run, log=log)
     trust_remote_code = bool(source.recipe.get("trust_remote_code"))
     options = ExportOptions(verify=verify, overwrite=True, trust_remote_code=trust_remote_code)
     if source.adapter is not None:
-        export_source(source, run / ADAPTER, replace(options, model=False), log)
+        export_source(source, run / ADAPTER, replace(options, model=False), log, phases=phases)
     formats = tuple(source.recipe.get("export_formats") or options.formats)
     quantization = source.recipe.get("export_quantization")
-    return export_source(
-        source, run / EXPORT, replace(options, adapter=False, formats=formats, quantization=quantization), log
-    )
+    options = replace(options, adapter=False, formats=formats, quantization=quantization)
+    return export_source(source, run / EXPORT, options, log, phases=phases)
 
 
 def export_source(
@@ -115,11 +127,14 @@ def export_source(
     options: ExportOptions,
     log: Callable[[str], object] = print,
     reload: ReloadProcess | None = None,
+    phases: Phases | None = None,
 ) -> Path:
     """`export` of an open source. The model card's title is the name of `output`, or of the run that it belongs to.
 
-    `reload`: the separate process of the verification, where it has been started already.
+    `reload`: the separate process of the verification, where it has been started already. `phases`: where the seconds
+    of the check go.
     """
+    phases = phases or Phases()
     output = output.absolute()
     _check_output_is_apart(source, output)
     title = output.parent.name if output.parent == source.run else output.name
@@ -143,7 +158,9 @@ def export_source(
             if is_folder:
                 make_files(folder, weights)
                 with start_verification(folder, weights, options, logits, reload) as (on_disk, verify):
-                    verdict = verify(write_weights(folder, weights, on_disk))
+                    written = write_weights(folder, weights, on_disk)
+                    with phases.timed("check"):
+                        verdict = verify(written)
                 if is_proven:
                     exported = read_files(folder / shard.name for shard in weights.model)
                     account.refuse_lost(exported.keys(), (folder / CARD_FILE).read_text(encoding="utf-8"))
