@@ -81,7 +81,7 @@ def count_starts(lines: Iterable[Mapping[str, Any] | None]) -> int:
 
 
 def seconds_by_phase(lines: Iterable[Mapping[str, Any] | None]) -> dict[int, dict[str, dict[int, float]]]:
-    """Seconds by start, phase (in `PHASES`' order) and step, from the lines of metrics.jsonl; damaged ones are left out."""
+    """Seconds by start, phase (in `PHASES`' order) and step, from lines of metrics.jsonl; damaged ones are left out."""
     starts: dict[int, dict[str, dict[int, float]]] = {}
     for line in lines:
         if line is None:
