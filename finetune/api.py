@@ -18,6 +18,7 @@ from finetune.constants import ADAPTER, EXPORT
 from finetune.convert import hints
 from finetune.errors import UserError, is_notebook
 from finetune.files.json_files import read_json_lines
+from finetune.files.phases import PHASE
 
 if TYPE_CHECKING:  # imports torch or takes long
     from finetune.data.prepare import PreparedData
@@ -85,8 +86,9 @@ class RunResult:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: losses, norms, speed, held-out results."""
-        return [line for line in read_json_lines(self.folder / "metrics.jsonl") if line is not None]
+        """The lines of metrics.jsonl but for seconds of phases: losses, norms, speed, held-out results."""
+        lines = read_json_lines(self.folder / "metrics.jsonl")
+        return [line for line in lines if line is not None and PHASE not in line]
 
     @property
     def export(self) -> Path | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from finetune import __version__
+from finetune.config.export_formats import EXPORT_FORMATS, list_keys
 from finetune.config.methods import METHODS
 from finetune.config.reader import add_hints, read_overrides
 from finetune.convert import hints
@@ -180,30 +181,11 @@ def _add_export(subcommands: "Subcommands") -> None:
         export,
         "--format",
         "FORMATS",
-        "safetensors, gguf, compressed-tensors, or several with commas between (default: safetensors)",
+        f"{', '.join(EXPORT_FORMATS)}, or several with commas between (default: safetensors)",
         default="safetensors",
     )
-    _take(
-        export,
-        "--gguf-type",
-        "TYPES",
-        "of GGUF: f32, f16, bf16, q8_0; q6_k, q5_k_m, q4_k_m and others that llama.cpp makes (default: as --dtype)",
-    )
-    _take(export, "--gguf-pre-tokenizer", "NAME", "how a text is cut, by llama.cpp's name (default: found)")
-    _take(
-        export,
-        "--quantization",
-        "SCHEME",
-        "of compressed-tensors: fp8-fp8, int8-int8, int8, int8-int4, int4 (default: what the run was trained for)",
-    )
-    _take(export, "--group-size", "N", "numbers of a row under one scale (default: the row)", type=int)
-    _take(
-        export,
-        "--max-loss-increase",
-        "NATS",
-        "export nothing where quantization raises the loss on the run's rows by more",
-        type=float,
-    )
+    for key in list_keys():
+        _take(export, key.flag, key.metavar, key.help, dest=key.name, type=key.read, default=key.default)
     _take(export, "--max-shard-size", "SIZE", "of one weights file (default: 5GB)", default="5GB")
     _flag(export, "--no-verify", "do not read the result back and compare", clears="verify")
     _flag(export, "--overwrite", "replace DIR where it exists")
@@ -295,7 +277,9 @@ def _add_serve_check(subcommands: "Subcommands") -> None:
     _take(
         check, "--server", "S", "llama.cpp or vllm, which is started; ollama or a URL, which is running", required=True
     )
-    _take(check, "--gguf", "FILE", "what llama.cpp serves (default: the first in the folder)")
+    for name, row in EXPORT_FORMATS.items():
+        if row.suffix is not None and row.server is not None:
+            _take(check, f"--{name}", "FILE", f"what {row.server} serves (default: the first in the folder)")
     _take(check, "--served-model", "NAME", "what a running server calls the model (default: its only one)")
     _take(check, "--prompts", "FILE", "rows or lines, as for chat (default: the run's held-out rows)")
     _take(check, "--count", "N", "prompts to ask (default: 8)", type=int, default=8)

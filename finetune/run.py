@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
     """A run from its recipe to its export. `callbacks`: beside the recipe's."""
     recipe, sharding = _check(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported
     set_library_environment(deterministic=recipe.run.deterministic)
+    started = time.perf_counter()
     from finetune.session import Session
     from finetune.training.callbacks import load_hooks
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
@@ -72,8 +74,11 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
     from finetune.training.objectives.policy import try_rewards
     from finetune.training.screens import print_plan
 
+    imported = time.perf_counter() - started
+
     hooks = load_hooks(recipe, callbacks)
     with Session(recipe, sharding, saves=not dry_run) as session:
+        session.phases.add("imports", imported, None)
         data = session.data
         world = session.world
         if dry_run:

@@ -39,6 +39,7 @@ from finetune.distributed.world import RankGroup
 from finetune.errors import UserError, set_library_environment
 from finetune.export.export import export_run
 from finetune.export.logits import check_streamed_logits
+from finetune.files.phases import Phases
 from finetune.models.load import ModelSize, build_model, build_teacher, is_here, load_model, trains_tower
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.lora import seed_of
@@ -152,6 +153,7 @@ class Session:
         local_facts = find_local_facts(recipe.model)
         refuse_problems(find_problems(recipe, sharding, local_facts, ranks, machine=self.machine))
         self.world = join(sharding, recipe.run.timeout_seconds)
+        self.phases = Phases()
         self._open = ExitStack()
         self._is_closed = False
         self._open.callback(leave, self.world)
@@ -182,7 +184,8 @@ class Session:
         RankGroup(self.world).on_main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
         self._data: PreparedData | None = None  # all rows are given
         if recipe.data.datasets:
-            self._data = prepare_data(recipe, self.tokenizer, self.world.data_parallel)
+            with self.phases.timed("data"):
+                self._data = prepare_data(recipe, self.tokenizer, self.world.data_parallel)
             recipe = self._data.complete_recipe(recipe)
             if recipe.rollout.rewards or recipe.rollout.tools:
                 check_rewards(recipe, self.world, self._data)
@@ -245,7 +248,7 @@ class Session:
         data = self._data
         folder = self._folder
         keys = recipe.quantization, recipe.optimization, self._vocabulary, recipe.quantization_aware
-        with self.computing():
+        with self.phases.timed("weights"), self.computing():
             images = self._blank_document
             keywords: Any = {"blank_document": images, "scores": self._scores}
             model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys, **keywords)
@@ -450,7 +453,8 @@ class Session:
         loaded = self._loaded
         self._is_resumed = True
         if start is not None:
-            self.progress = load_start(start, loaded.model, loaded.optimizer, self.world)
+            with self.phases.timed("weights"):
+                self.progress = load_start(start, loaded.model, loaded.optimizer, self.world)
             if loaded.objectives is not None:
                 loaded.objectives.training.resume(start, self.progress.step)
         return self.progress
@@ -468,7 +472,7 @@ class Session:
         model, size, optimizer, objectives = self._loaded
         assert objectives is not None, "without data nothing is prepared to train on"
         keys = self.recipe, self.world, self.folder, self.tokenizer, self.data
-        return start_run(*keys, model, size, optimizer, objectives, self.progress, self.inputs, hooks)
+        return start_run(*keys, model, size, optimizer, objectives, self.progress, self.inputs, hooks, self.phases)
 
     def _objective(self, loss: LossFunction | str | None, *, has_own_rows: bool) -> Objective:
         facts = self.recipe.method_facts

@@ -1,6 +1,7 @@
 """Amounts and places as people write and read them: bytes, parameters, things counted, rows of files."""
 
 import re
+from datetime import timedelta
 from pathlib import Path
 
 from finetune.errors import UserError
@@ -69,6 +70,16 @@ def gib(size_bytes: float) -> str:
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.2f}" if value >= 0.01 or value == 0 else f"{value:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.034), duration(41.25), duration(3725)
+    ('0.03 s', '41.2 s', '1:02:05')
+    """
+    if seconds >= 100:
+        return str(timedelta(seconds=round(seconds)))
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
 
 
 def count(number: int) -> str:

@@ -58,6 +58,38 @@ ADDED = {
         )
     },
 }
+# An export format has a file of its own beside its row: config/export_formats.py and export/formats/ are named on the page.
+ROW = (
+    "EXPORT_FORMATS: Mapping[str, ExportFormat] = {\n",
+    """    "names": ExportFormat(
+        title="NAMES", plan="finetune.export.formats.names_export:plan_names", suffix=".names",
+        keys=(
+            ExportKey(name="first_names", flag="--first-names", metavar="N", help="how many", default=2, read=int),
+        ),
+        without="no names are written",
+        check=lambda keys, is_model: refuse_unknown("--first-names", (str(keys["first_names"]),), ("1", "2")),
+        refuses=lambda case: case.model.experts, refused="{name} is a mixture",
+        card="```sh\\ncat FILE.names\\n```",
+        use=lambda file, is_adapter: {"cat": f"cat {file}"},
+        server="reader", start=lambda folder, file, port: ["cat", str(file)],
+    ),
+""",
+)
+PLANNER = """
+class Plan:
+    byte_count = 1000
+
+    def __init__(self, names):
+        self.names = names
+
+    def write(self, folder, logits):
+        (folder / "model.names").write_text("\\n".join(self.names))
+        return [f"model.names: {len(self.names)} names"]
+
+
+def plan_names(source, target, weights, options, title, log):
+    return Plan([value.name for value in weights.values][: options["first_names"]])
+"""
 PAIRS = [{"prompt": f"{n} + {n} = ", "chosen": str(2 * n), "rejected": str(n)} for n in range(12)]
 HELIUM = {"model_type": "helium", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
 
@@ -103,3 +135,49 @@ def test_one_of_each_kind_is_added_by_the_files_that_the_page_names(
     plan = ["plan", "--recipe", recipe, *layout, "model_name_or_path=null", "tokenizer_name_or_path=T"]
     planned = run_command(["python", "-m", "finetune", *plan, f"model_config={json.dumps(HELIUM)}"], cwd=copy)
     assert planned.returncode == 0 and "GiB" in planned.stdout, planned.stderr
+
+
+def test_an_export_format_is_added_by_its_row_and_its_file(tmp_path: Path, tiny_llama: Callable[..., Path]) -> None:
+    """Its key is an argument of the public function and an option of the command; card, rules and servers know it."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith("| an export format |"))
+    assert "`config/export_formats.py`" in row and "`export/formats/`" in row
+    copy = tmp_path / "project"
+    for folder in ("finetune", "accelerate_configs", "recipes"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    rows = copy / "finetune" / "config" / "export_formats.py"
+    text = rows.read_text(encoding="utf-8")
+    assert text.count(ROW[0]) == 1
+    rows.write_text(text.replace(ROW[0], "".join(ROW)), encoding="utf-8")
+    (copy / "finetune" / "export" / "formats" / "names_export.py").write_text(PLANNER, encoding="utf-8")
+    model = str(tiny_llama())
+
+    def run(*command: str) -> tuple[int, str]:
+        done = run_command(["python", *command], cwd=copy, env={"PYTHONPATH": str(copy)}, timeout=300)
+        return done.returncode, done.stdout + done.stderr
+
+    out = tmp_path / "out"
+    asked = "import finetune; finetune.export_run({!r}, {!r}, formats=['safetensors', 'names'], first_names={!r})"
+    code, said = run("-c", asked.format(model, str(out), 1))
+    assert code == 0, said
+    assert (out / "model.names").read_text() == "model.embed_tokens.weight"
+    assert (out / "model.safetensors").is_file() and "cat FILE.names" in (out / "README.md").read_text()
+    assert f"cat {out}/model.names" in said and f"{out}/model.names: 1 names" in said
+    code, said = run("-c", asked.format(model, str(tmp_path / "three"), 3))
+    assert code != 0 and "--first-names: 3: one or more of 1, 2 are expected" in said
+
+    command = ["-m", "finetune", "export", model, "--output", str(tmp_path / "two"), "--first-names", "2"]
+    code, said = run(*command)
+    assert code == 2 and "--first-names: no names are written; add --format names" in said
+    code, said = run(*command, "--format", "names")
+    assert code == 0 and len((tmp_path / "two" / "model.names").read_text().splitlines()) == 2, said
+    assert run(*command, "--format", "names", "--overwrite")[0] == 0, "the folder is known as an export by its suffix"
+    code, said = run("-m", "finetune", "export", model, "--output", str(tmp_path / "no"), "--format", "name")
+    assert code == 2 and "names, safetensors, gguf" in said
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Once\n")
+    asked = ["serve-check", model, "--prompts", str(prompts), "--server", "reader"]
+    code, said = run("-m", "finetune", *asked, "--names", str(tmp_path / "none"))
+    assert code == 2 and "--names: " in said and "no such file" in said, said
+    code, said = run("-m", "finetune", "chat", str(out / "model.names"), "--prompt", "A")
+    assert code == 2 and "a NAMES file; chat with it in cat" in said, said

@@ -5,6 +5,7 @@ import json
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -41,6 +42,7 @@ from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.json_files import load_json
 from finetune.files.network import find_local_folder
+from finetune.files.phases import Phases
 
 GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # whose ids generation_config.json has
 
@@ -64,6 +66,7 @@ class Saver:
         inputs: Mapping[str, str] | None = None,
         describe_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},  # of the method, after so many steps
         carried_bytes: int = 0,  # of the base, which the export will hold beside the model
+        phases: Phases | None = None,
     ) -> None:
         self.run_folder = run_folder
         self.model = model
@@ -79,6 +82,7 @@ class Saver:
         self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
         self._describe_files = describe_files
         self._carried_bytes = carried_bytes
+        self._phases = phases or Phases()
         self._files: Mapping[str, bytes] = {}  # of the running save
         self._host_copies: dict[str, torch.Tensor] = {}  # overwritten by every async save
         self._thread: threading.Thread | None = None
@@ -102,6 +106,10 @@ class Saver:
         Raises `UserError` on every rank where any of them cannot write, or where replicas of the model are not equal;
         then nothing has been published or pruned.
         """
+        with self._phases.timed("save"):
+            self._save(progress)
+
+    def _save(self, progress: Progress) -> None:
         self.finish()
         self._files = self._describe_files(progress.step) if self.world.is_main else {}
         scaler = self.world.accelerator.scaler
@@ -121,8 +129,9 @@ class Saver:
 
     def before_update(self) -> None:
         """Waits until an async save has copied the parameters. Call it before they change."""
-        if self._thread is not None:
-            self._is_copied.wait()
+        if self._thread is not None and not self._is_copied.is_set():
+            with self._phases.timed("save"):
+                self._is_copied.wait()
 
     @property
     def has_failed(self) -> bool:
@@ -132,7 +141,8 @@ class Saver:
     def finish(self) -> None:
         """Waits for an async save to be published. Raises what made it fail."""
         if self._thread is not None:
-            self._thread.join()
+            with self._phases.timed("save"):
+                self._thread.join()
             self._thread = None
         if self._failure is not None:
             failure = self._failure
@@ -146,6 +156,10 @@ class Saver:
         Raises `UserError` where it cannot be written, or the disk is too small for the checkpoints and the export that
         the run will make.
         """
+        with self._phases.timed("trial save"):
+            return self._check_save(steps, steps_per_epoch)
+
+    def _check_save(self, steps: int, steps_per_epoch: int | None) -> int:
         had_state = bool(self.optimizer.state)
         shards = [shard for shard in self._shards() if shard.is_first_copy]
         size = self._stage(Progress(), shards, is_published=False)
@@ -196,8 +210,10 @@ class Saver:
             self._failure = failure
 
     def _write(self, progress: Progress, shards: list[TensorShard]) -> None:
+        started = time.perf_counter()
         try:
             self._stage(progress, shards, is_published=True)
+            self._phases.add("publication", time.perf_counter() - started, progress.step)
         except UserError as error:
             published = step_folder(self.run_folder, progress.step)
             outcome = f"{published} exists" if published.exists() else "nothing was published"

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from finetune.config import layout_rules, method_rules, model_rules, recipe_rules
+from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
 from finetune.config.methods import REWARD_PACKAGES
@@ -192,12 +193,10 @@ MACHINE: tuple[Rule, ...] = (
     ),
     *(
         _package(
-            f"{package} for an export", ("export_formats",), recipe_rules.exports(name), package,
-            f"export_formats: {name}", "remove it", install=install,
+            f"{row.package} for an export", ("export_formats",), recipe_rules.exports(name), row.package,
+            f"export_formats: {name}", "remove it", install=row.install or "",
         )
-        for name, package, install in (
-            ("gguf", "gguf", ""), ("compressed-tensors", "compressed_tensors", "compressed-tensors"),
-        )
+        for name, row in EXPORT_FORMATS.items() if row.package is not None
     ),
     *(
         _package(f"{facts.package} for {name}", ("optim",), is_set("optim", name), facts.package, f"optim: {name}",

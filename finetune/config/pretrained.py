@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from finetune.config.export_formats import find_format_of
 from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
 from finetune.config.schema import Model, Recipe
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, SCORES
@@ -18,11 +19,11 @@ from finetune.files.network import download_file, download_folder
 
 
 def refuse_other_path(path: Path) -> None:
-    """Raises `UserError` if `path`, which is named as a model, holds an adapter, a run or a GGUF file instead."""
-    if path.suffix.lower() == ".gguf" and path.is_file():
+    """Raises `UserError` if `path`, which is named as a model, is a file of a format, or holds an adapter or a run."""
+    if file_format := find_format_of(path):
         raise UserError(
-            f"{path}: a GGUF file, which inference engines read and nothing trains; name the original model, a folder "
-            "or hub name with safetensors"
+            f"{path}: a {file_format.title} file, which inference engines read and nothing trains; name the original "
+            "model, a folder or hub name with safetensors"
         )
     if (path / ADAPTER_CONFIG).is_file():
         base = read_json_object(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "ITS_BASE"

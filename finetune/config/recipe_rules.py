@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import date
+from functools import partial
 from math import gcd
 from typing import Any
 
+from finetune.config.export_formats import COMPRESSED, EXPORT_FORMATS, ExportFormat
 from finetune.config.keys import keys_of
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import EXPORTED, SCHEMES, TRAINED
@@ -84,13 +86,16 @@ def _not_in_backward(key: str, when: Callable[[Case], object], message: str, adv
     )
 
 
-COMPRESSED = "compressed-tensors"
 QAT = "quantization_aware_training"
 OFF: Mapping[str, Any] = {QAT: None}
 
 
 def has_qat(case: Case) -> bool:
     return case[QAT] is not None
+
+
+def _is_refused(name: str, row: ExportFormat, case: Case) -> bool:
+    return name in case["export_formats"] and bool(row.refuses(case))
 
 
 def exports(name: str) -> Callable[[Case], bool]:
@@ -410,17 +415,14 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: c["export_quantization"] not in (None, *EXPORTED),
         message="export_quantization: {export_quantization}: not written", advice=f"use one of {', '.join(EXPORTED)}",
     ),
-    Rule(
-        name="a quantized mixture", keys=("export_formats",), needs=("model",),
-        when=lambda c: COMPRESSED in c["export_formats"] and (c.model.experts or c.is_whole),
-        message="export_formats: compressed-tensors: {name} is a mixture or has a vision tower, which is not quantized",
-        advice="remove it",
-    ),
-    Rule(
-        name="a family that is not exported as GGUF", keys=("export_formats",), needs=("model",),
-        when=lambda c: "gguf" in c["export_formats"] and (c.model.family.llama_cpp is None or c.is_whole),
-        message="export_formats: gguf: {model.model_type} is not among the families that are exported as GGUF",
-        advice="remove it",
+    *(
+        Rule(
+            name=f"a model that is not exported as {row.title}", keys=("export_formats",), needs=("model",),
+            when=partial(_is_refused, name, row),
+            message=f"export_formats: {name}: {row.refused}",
+            advice="remove it",
+        )
+        for name, row in EXPORT_FORMATS.items() if row.refused
     ),
     Rule(
         name="rounding after the end", keys=("fake_quant_after_n_steps", "max_steps"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from finetune.config.export_formats import ExportFormatName
 from finetune.config.keys import (
     NO_IN_YAML,
     FileName,
@@ -131,7 +132,6 @@ class Lora:
 
 
 PipelineSchedule = Literal["1f1b", "interleaved_1f1b"]
-ExportFormat = Literal["safetensors", "gguf", "compressed-tensors"]
 Turns = Literal["auto", "split", "whole", "last"]
 
 
@@ -385,7 +385,7 @@ class Checkpoint:
     export_at_end: Annotated[bool, "Leave a Hugging Face folder under export/ when the training is done."] = True
     export_dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None,
         "The dtype of the exported weights; null: that of the base checkpoint."] = None
-    export_formats: Annotated[tuple[ExportFormat, ...],
+    export_formats: Annotated[tuple[ExportFormatName, ...],
         "What is left under export/ when the training is done: safetensors, and beside it a GGUF file, or a folder "
         "that is quantized, as finetune export --format does."] = ("safetensors",)
     export_quantization: Annotated[SchemeName | None,

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.multi_token import count_predicting_layers, list_promising_keys, promise_no_layers
 from finetune.distributed.model_parts import take_language_model
 from finetune.errors import UserError
-from finetune.export.publish import COMPRESSED
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, stored_value
 from finetune.export.values import dequantized_rows, make_dequantizer
@@ -60,8 +60,9 @@ def account_for_base(source: Source, target: TargetModel, formats: Collection[st
     """Finds what an export of `source` carries over from its base, and what it leaves out. Reads no value, but those of
     which a checkpoint has a fingerprint."""
     account, reason = _open_base(source, target)
-    if account.carried and not {"safetensors", COMPRESSED} & set(formats):
-        account = _leave_out(account, "as GGUF has no place for it")
+    rows = [EXPORT_FORMATS[name] for name in formats]
+    if account.carried and not any(row.holds_base for row in rows):
+        account = _leave_out(account, f"as {rows[0].title} has no place for it")
     replaced = [name for name in account.files_of if is_left_out(target.model, name)]
     reasons = dict.fromkeys(replaced, "as a head of scores stands in its place")
     account = replace(account, left_out={**account.left_out, **reasons})

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.facts import names_vision_language
 from finetune.config.keys import keys_of
 from finetune.config.methods import describe_method
@@ -246,8 +247,7 @@ def _recipe_rows(source: Source) -> list[tuple[str, str]]:
 def _uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iterator[str]:
     if "safetensors" in formats:
         yield _use(source, is_adapter)
-    if "gguf" in formats:
-        yield "```sh\nllama-server -m FILE.gguf\n```"
+    yield from filter(None, (EXPORT_FORMATS[name].card for name in formats))
 
 
 def _use(source: Source, is_adapter: bool) -> str:

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from finetune.export.publish import ExportOptions, check_request, exit_on_signals, split_list
+from finetune.config.export_formats import list_keys, split_list
+from finetune.export.publish import ExportOptions, check_request, exit_on_signals
 from finetune.export.reload_process import start_reload
 from finetune.files.network import check_push, push_folder
 
@@ -29,11 +30,7 @@ def export_command(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
         merge_onto=arguments.merge_onto,
         formats=split_list(arguments.format),
-        gguf_types=split_list((arguments.gguf_type or "").lower()),  # as q4_k_m or Q4_K_M
-        gguf_pre_tokenizer=arguments.gguf_pre_tokenizer,
-        quantization=arguments.quantization,
-        group_size=arguments.group_size,
-        max_loss_increase=arguments.max_loss_increase,
+        keys={key.name: getattr(arguments, key.name) for key in list_keys()},
     )
     check_request(source, output, options)
     if arguments.push_to_hub is not None:

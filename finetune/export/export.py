@@ -3,29 +3,22 @@
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, list_keys
 from finetune.config.families import find_family
 from finetune.constants import ADAPTER, EXPORT
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError
 from finetune.export.base_account import NOTHING_CARRIED, account_for_base
 from finetune.export.card import CARD_FILE, has_chat_template, has_tokenizer, write_metadata
-from finetune.export.formats import PLANNERS
+from finetune.export.formats import load_planners
 from finetune.export.merge_choice import choose_merge
-from finetune.export.publish import (
-    COMPRESSED,
-    ExportOptions,
-    MergeOnto,
-    check_disk_space,
-    check_request,
-    is_alone,
-    publish,
-)
+from finetune.export.publish import ExportOptions, check_disk_space, check_request, is_alone, publish
 from finetune.export.reload_process import ReloadProcess
 from finetune.export.source import Source, open_source
 from finetune.export.target import TargetModel, describe_target
@@ -33,6 +26,7 @@ from finetune.export.values import refuse_idle
 from finetune.export.verify import start_logits, start_verification
 from finetune.export.write import Weights, make_files, plan_weights, write_weights
 from finetune.files.network import check_push, push_folder
+from finetune.files.phases import Phases
 from finetune.files.tensors import read_files
 from finetune.units import disk_size
 
@@ -41,45 +35,34 @@ def export(
     run_or_checkpoint: str | Path,
     output: str | Path,
     *,
-    dtype: str | None = None,
-    max_shard_size: str = "5GB",
-    verify: bool = True,
-    overwrite: bool = False,
+    formats: Sequence[str] = (SAFETENSORS,),
     adapter_only: bool = False,
     base_model: str | None = None,
-    trust_remote_code: bool = False,
     push_to_hub: str | None = None,
-    merge_onto: MergeOnto | None = None,
-    formats: Sequence[str] = ("safetensors",),
-    gguf_types: Sequence[str] = (),
-    gguf_pre_tokenizer: str | None = None,
-    quantization: str | None = None,
-    group_size: int | None = None,
-    max_loss_increase: float | None = None,
     log: Callable[[str], object] = print,
+    **others: Any,
 ) -> Path:
     """Makes the Hugging Face folder `output` from a run, a checkpoint, or another tool's folder (see `source`).
 
     One process is enough, without a GPU or a process group. Memory stays bounded: a few blocks of rows, and in
     verification one tensor. `output` appears when it is complete and verified, or not at all.
 
-    Raises `UserError` where the source or the result is wrong. A failed push to the hub is logged, not raised.
+    Args:
+        run_or_checkpoint: The source.
+        output: The folder to make.
+        formats: Of config/export_formats.py.
+        adapter_only: LoRA: the PEFT folder alone, nothing merged.
+        base_model: The base, where the checkpoint does not name it.
+        push_to_hub: The repository to upload to. A failed push is logged, not raised.
+        log: Takes the lines that say what was made.
+        others: `dtype`, `max_shard_size`, `verify`, `overwrite`, `trust_remote_code` and `merge_onto` of
+            `ExportOptions`, and the keys of the formats in config/export_formats.py.
+
+    Raises:
+        UserError: Where the source or the result is wrong, or an argument is unknown.
     """
-    options = ExportOptions(
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        verify=verify,
-        overwrite=overwrite,
-        model=not adapter_only,
-        trust_remote_code=trust_remote_code,
-        merge_onto=merge_onto,
-        formats=tuple(formats),
-        gguf_types=tuple(gguf_types),
-        gguf_pre_tokenizer=gguf_pre_tokenizer,
-        quantization=quantization,
-        group_size=group_size,
-        max_loss_increase=max_loss_increase,
-    )
+    plain = {field.name: others.pop(field.name) for field in fields(ExportOptions) if field.name in others}
+    options = ExportOptions(model=not adapter_only, formats=tuple(formats), keys=others, **plain)
     check_request(Path(run_or_checkpoint), Path(output), options)
     if push_to_hub is not None:
         check_push(push_to_hub)
@@ -91,22 +74,33 @@ def export(
 
 
 def export_run(
-    run: Path, *, checkpoint: Path | None = None, verify: bool = True, log: Callable[[str], object] = print
+    run: Path,
+    *,
+    checkpoint: Path | None = None,
+    verify: bool = True,
+    log: Callable[[str], object] = print,
+    phases: Phases | None = None,
 ) -> Path:
     """Writes a finished run's `export/`, and for LoRA `adapter/`. One process calls it, after the last checkpoint.
 
-    The source is `checkpoint`, by default the run's newest. Earlier exports of the run are replaced.
+    The source is `checkpoint`, by default the run's newest. Earlier exports of the run are replaced. `phases` gets the
+    seconds of the export and of its check.
     """
+    phases = phases or Phases()
+    with phases.timed("export"):
+        return _export_run(run, checkpoint, verify, log, phases)
+
+
+def _export_run(run: Path, checkpoint: Path | None, verify: bool, log: Callable[[str], object], phases: Phases) -> Path:
     source = open_source(checkpoint or run, log=log)
     trust_remote_code = bool(source.recipe.get("trust_remote_code"))
     options = ExportOptions(verify=verify, overwrite=True, trust_remote_code=trust_remote_code)
     if source.adapter is not None:
-        export_source(source, run / ADAPTER, replace(options, model=False), log)
+        export_source(source, run / ADAPTER, replace(options, model=False), log, phases=phases)
     formats = tuple(source.recipe.get("export_formats") or options.formats)
-    quantization = source.recipe.get("export_quantization")
-    return export_source(
-        source, run / EXPORT, replace(options, adapter=False, formats=formats, quantization=quantization), log
-    )
+    keys = {key.name: source.recipe.get(key.recipe_key) for key in list_keys() if key.recipe_key is not None}
+    options = replace(options, adapter=False, formats=formats, keys=keys)
+    return export_source(source, run / EXPORT, options, log, phases=phases)
 
 
 def export_source(
@@ -115,11 +109,14 @@ def export_source(
     options: ExportOptions,
     log: Callable[[str], object] = print,
     reload: ReloadProcess | None = None,
+    phases: Phases | None = None,
 ) -> Path:
     """`export` of an open source. The model card's title is the name of `output`, or of the run that it belongs to.
 
-    `reload`: the separate process of the verification, where it has been started already.
+    `reload`: the separate process of the verification, where it has been started already. `phases`: where the seconds
+    of the check go.
     """
+    phases = phases or Phases()
     output = output.absolute()
     _check_output_is_apart(source, output)
     title = output.parent.name if output.parent == source.run else output.name
@@ -131,9 +128,8 @@ def export_source(
         account = account_for_base(source, target, options.formats) if options.model else NOTHING_CARRIED
         target = account.target or target
         weights = plan_weights(source, target, options, merge, account)
-        planners = [planner for planner in map(PLANNERS.get, options.formats) if planner is not None]
-        plans = [plan(source, target, weights, options, title, log) for plan in planners]
-        is_folder = "safetensors" in options.formats
+        plans = [plan(source, target, weights, options, title, log) for plan in load_planners(options.formats)]
+        is_folder = SAFETENSORS in options.formats
         check_disk_space(folder, weights.byte_count * is_folder + sum(plan.byte_count for plan in plans))
         write_metadata(folder, source, target, weights, title, options)
         is_proven = options.verify and bool(weights.model)
@@ -143,7 +139,9 @@ def export_source(
             if is_folder:
                 make_files(folder, weights)
                 with start_verification(folder, weights, options, logits, reload) as (on_disk, verify):
-                    verdict = verify(write_weights(folder, weights, on_disk))
+                    written = write_weights(folder, weights, on_disk)
+                    with phases.timed("check"):
+                        verdict = verify(written)
                 if is_proven:
                     exported = read_files(folder / shard.name for shard in weights.model)
                     account.refuse_lost(exported.keys(), (folder / CARD_FILE).read_text(encoding="utf-8"))
@@ -160,16 +158,20 @@ def _find_commands(
     source: Source, target: TargetModel, weights: Weights, options: ExportOptions, output: Path
 ) -> dict[str, str]:
     """The commands that use what was written, by the program."""
-    files = sorted(output.glob("*.gguf"))
-    of_files = use_gguf(files[0], is_adapter=not weights.model) if files else {}
+    rows = [EXPORT_FORMATS[name] for name in options.formats]
+    of_files = dict[str, str]()
+    for row in rows:
+        files = sorted(output.glob(f"*{row.suffix}")) if row.suffix is not None else []
+        of_files |= row.use(files[0], not weights.model) if files else {}
     if not weights.model:
-        is_peft = "safetensors" in options.formats and source.adapter is not None
+        is_peft = SAFETENSORS in options.formats and source.adapter is not None
         of_folder = use_adapter(output, source.base_model, source.adapter.config) if is_peft and source.adapter else {}
         return of_folder | of_files
     commands = dict[str, str]()
-    opened = [name for name in ("safetensors", COMPRESSED) if name in options.formats]
+    opened = [name for name in options.formats if EXPORT_FORMATS[name].is_folder]
     if opened:
-        folder = output / COMPRESSED if "safetensors" not in opened and not is_alone(COMPRESSED, options) else output
+        is_beside = SAFETENSORS not in opened and not is_alone(opened[0], options)
+        folder = output / opened[0] if is_beside else output
         config = target.config_json
         family = find_family(str(config.get("model_type")))
         rope = config.get("rope_parameters") or {}
@@ -179,7 +181,7 @@ def _find_commands(
             folder,
             has_template=has_chat_template(source.description),
             is_vision_language=bool(target.beside),
-            opens_in_mlx="safetensors" in opened
+            opens_in_mlx=SAFETENSORS in opened
             and family.opens_in_mlx
             and not {"attention_factor", "long_factor"} & rope.keys(),
         )
@@ -259,15 +261,6 @@ def use_adapter(folder: Path, base: str | None, config: Mapping[str, Any]) -> di
     named = f"{folder.name}={folder}"
     serve = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", named]
     return commands | {"vLLM": shlex.join(serve)}
-
-
-def use_gguf(file: Path, *, is_adapter: bool = False) -> dict[str, str]:
-    """The commands that use a GGUF file; those of an adapter name the file of its base BASE.gguf."""
-    if is_adapter:
-        return {"llama.cpp": f"llama-server -m BASE.gguf --lora {shlex.quote(str(file))}"}
-    name = file.stem.lower()
-    made = f"echo {shlex.quote(f'FROM {file}')} > Modelfile && ollama create {shlex.quote(name)} -f Modelfile"
-    return {"llama.cpp": f"llama-server -m {shlex.quote(str(file))}", "Ollama": made}
 
 
 def describe_use(commands: Mapping[str, str]) -> list[str]:

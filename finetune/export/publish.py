@@ -1,20 +1,19 @@
 """The folder that an export makes: what may be asked of it, and how it appears whole or not at all. No torch."""
 
-import importlib.util
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Literal, get_args
+from typing import Any, Literal
 
 from finetune.checkpoint.manifest import STATE
-from finetune.config.quantization import EXPORTED, SCHEMES, read_recipe_quantization
-from finetune.config.schema import ExportFormat
+from finetune.config.export_formats import EXPORT_FORMATS, check_formats, list_keys
+from finetune.config.quantization import read_recipe_quantization
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
 from finetune.errors import UserError
 from finetune.files import durable
@@ -22,12 +21,6 @@ from finetune.files.json_files import read_json_object
 from finetune.units import disk_size, read_size
 
 DTYPES = ("float32", "bfloat16", "float16")
-COMPRESSED = "compressed-tensors"
-FORMATS = get_args(ExportFormat)
-# Of GGUF: those that are written here, and those that llama.cpp makes.
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
-GGUF_K_TYPES = ("q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k")
-LLAMA_CPP = 'pip install -e ".[llama-cpp]"'
 MergeOnto = Literal["original", "dequantized"]  # the base that an adapter trained on a quantized one is merged onto
 
 
@@ -44,84 +37,24 @@ class ExportOptions:
     trust_remote_code: bool = False
     merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
     formats: tuple[str, ...] = ("safetensors",)
-    gguf_types: tuple[str, ...] = ()  # none: the dtype of the model
-    gguf_pre_tokenizer: str | None = None  # llama.cpp's name; None: found
-    quantization: str | None = None  # a scheme of compressed-tensors; None: that of the training
-    group_size: int | None = None  # numbers of a row under one scale; None: the row, or as trained
-    max_loss_increase: float | None = None  # in nats; None: any
+    keys: Mapping[str, Any] = field(default_factory=dict)  # of the formats (`list_keys`); each has its default
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a format's key."""
+        return self.all_keys()[name]
+
+    def all_keys(self) -> dict[str, Any]:
+        """The values of all formats' keys, by name. Raises `UserError` where `keys` has one that no format knows."""
+        defaults = {key.name: key.default for key in list_keys()}
+        for name in self.keys:
+            if name not in defaults:
+                raise UserError(f"export: {name}: not an argument; the formats have {', '.join(defaults)}")
+        return defaults | dict(self.keys)
 
 
 def is_alone(name: str, options: "ExportOptions") -> bool:
     """Whether a format is the only one, whose files stand in the folder itself."""
     return options.formats == (name,)
-
-
-def split_list(text: str | None) -> tuple[str, ...]:
-    """
-    >>> split_list("safetensors, gguf"), split_list(None)
-    (('safetensors', 'gguf'), ())
-    """
-    return tuple(filter(None, (part.strip() for part in (text or "").split(","))))
-
-
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _check_formats(options: ExportOptions) -> None:
-    """Raises `UserError` where a format is unknown, or needs a package that is missing."""
-    if "mlx" in options.formats:
-        raise UserError(
-            "--format: mlx: MLX opens an export of safetensors as it is, and mlx_lm.convert -q quantizes it; leave "
-            "mlx out"
-        )
-    known = {"--format": (options.formats, FORMATS), "--gguf-type": (options.gguf_types, GGUF_TYPES + GGUF_K_TYPES)}
-    for flag, (given, possible) in known.items():
-        if wrong := [each for each in given if each not in possible]:
-            raise UserError(
-                f"{flag}: {wrong[0]}: one or more of {', '.join(possible)} are expected, with commas between"
-            )
-    if not options.formats:
-        raise UserError(f"--format: empty; one or more of {', '.join(FORMATS)} are expected")
-    _check_quantization(options)
-    if "gguf" not in options.formats:
-        if options.gguf_types or options.gguf_pre_tokenizer:
-            flag = "--gguf-type" if options.gguf_types else "--gguf-pre-tokenizer"
-            raise UserError(f"{flag}: nothing is written as GGUF; add --format gguf")
-        return
-    if not is_installed("gguf"):
-        raise UserError("--format gguf: needs the gguf package: pip install gguf")
-    made = [each for each in options.gguf_types if each in GGUF_K_TYPES]
-    if made and not is_installed("llama_cpp"):
-        raise UserError(
-            f"--gguf-type: {made[0]}: llama.cpp makes it, which is not installed: {LLAMA_CPP}; without it there are "
-            f"{', '.join(GGUF_TYPES)}"
-        )
-
-
-def _check_quantization(options: ExportOptions) -> None:
-    flags = {
-        "--quantization": options.quantization,
-        "--group-size": options.group_size,
-        "--max-loss-increase": options.max_loss_increase,
-    }
-    if COMPRESSED not in options.formats:
-        for flag, value in flags.items():
-            if value is not None:
-                raise UserError(f"{flag}: nothing is quantized; add --format {COMPRESSED}")
-        return
-    if options.quantization not in (None, *EXPORTED):
-        raise UserError(f"--quantization: {options.quantization}: one of {', '.join(EXPORTED)} is expected")
-    if options.group_size is not None and options.group_size < 1:
-        raise UserError(f"--group-size: {options.group_size}: a number above 0 is expected")
-    if options.group_size is not None and options.quantization is None:
-        raise UserError("--group-size: name the scheme too, with --quantization")
-    if options.quantization is not None and SCHEMES[options.quantization].is_float and options.group_size is not None:
-        raise UserError(f"--group-size: {options.quantization} has one scale a row; omit it")
-    if not options.model:
-        raise UserError(f"--format {COMPRESSED}: an adapter is not quantized; omit --adapter-only")
-    if not is_installed("compressed_tensors"):
-        raise UserError(f"--format {COMPRESSED}: needs the package: pip install {COMPRESSED}")
 
 
 def _was_quantized(source: Path) -> bool:
@@ -145,7 +78,7 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
         raise UserError(f"{source}: a file; give the folder that holds it")
     if options.dtype not in (None, *DTYPES):
         raise UserError(f"--dtype: {options.dtype}: one of {', '.join(DTYPES)} is expected")
-    _check_formats(options)
+    check_formats(options.formats, options.all_keys(), is_model=options.model)
     try:
         read_size(options.max_shard_size)
     except UserError as error:
@@ -205,9 +138,8 @@ def _check_replaceable(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise UserError(f"{output}: exists; choose another --output, or replace it with --overwrite")
     is_export = output.is_dir() and not output.is_symlink()
-    if not is_export or (
-        any(output.iterdir()) and not any(any(output.glob(name)) for name in (CONFIG_FILE, ADAPTER_CONFIG, "*.gguf"))
-    ):
+    names = [CONFIG_FILE, ADAPTER_CONFIG, *(f"*{row.suffix}" for row in EXPORT_FORMATS.values() if row.suffix)]
+    if not is_export or (any(output.iterdir()) and not any(any(output.glob(name)) for name in names)):
         raise UserError(f"{output}: not an exported model, so --overwrite does not replace it; choose another --output")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
+from finetune.config.export_formats import find_format_of
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
 from finetune.config.yaml_file import find_yaml
@@ -50,9 +51,10 @@ def find_model(name: str, revision: str | None = None) -> ModelReference:
     restore_exports(path)
     restore_folder(path)
     if path.is_file():
-        if path.suffix.lower() == ".gguf":
+        if file_format := find_format_of(path):
+            programs = " or ".join(file_format.use(path, False))
             raise UserError(
-                f"{name}: a GGUF file; chat with it in llama.cpp or Ollama, or name the folder it was made from"
+                f"{name}: a {file_format.title} file; chat with it in {programs}, or name the folder it was made from"
             )
         raise UserError(f"{name}: a file; give the folder that holds it")
     if not path.exists():

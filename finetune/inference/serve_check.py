@@ -4,14 +4,11 @@ The server is started or running already, and is asked through the OpenAI protoc
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import shlex
-import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +20,9 @@ from typing import Any
 
 import torch
 
+from finetune.config.export_formats import EXPORT_FORMATS, list_vllm_options
 from finetune.config.yaml_file import find_yaml
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
+from finetune.constants import ADAPTER_CONFIG
 from finetune.data.formats import Conversation
 from finetune.errors import UserError
 from finetune.export.export import use_adapter
@@ -36,7 +34,6 @@ from finetune.inference.inputs import ModelReference, find_model, read_prompts
 
 START_SECONDS = 600  # vLLM compiles
 ANSWER_SECONDS = 300
-CONTEXT = 4096
 OLLAMA = "http://127.0.0.1:11434"
 
 
@@ -83,13 +80,13 @@ class Server:
 
 @contextmanager
 def open_server(
-    name: str, reference: ModelReference, gguf: Path | None, served: str | None, log: Callable[[str], object]
+    name: str, reference: ModelReference, file: Path | None, served: str | None, log: Callable[[str], object]
 ) -> Iterator[Server]:
     """The server `name`: llama.cpp or vllm, started for the block; ollama or a URL, which must run already.
 
     Args:
-        reference: The export or adapter, for vLLM.
-        gguf: The file, for llama.cpp.
+        reference: The export or adapter.
+        file: Of `find_file`.
         served: What a running server calls the model; None: the only one that it has.
 
     Raises:
@@ -99,14 +96,18 @@ def open_server(
         url = OLLAMA if name == "ollama" else name.rstrip("/").removesuffix("/v1")
         yield Server(url, served or _find_served(url))
         return
-    if name not in STARTS:
-        raise UserError(f"--server: {name}: one of {', '.join(STARTS)}, ollama or a URL (http://...) is expected")
+    if name not in STARTED:
+        raise UserError(f"--server: {name}: one of {', '.join(STARTED)}, ollama or a URL (http://...) is expected")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = STARTS[name](reference, gguf, port)
     if name == "vllm" and reference.kind == "adapter":
+        command = _serve_adapter(reference, port)
         served = served or Path(reference.name).name
+    else:
+        start = EXPORT_FORMATS[STARTED[name]].start
+        assert start is not None
+        command = start(Path(reference.name), file, port)
     log(f"server  {' '.join(command)}")
     with TemporaryFile() as said, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process:
         try:
@@ -121,49 +122,36 @@ def open_server(
                 process.kill()
 
 
-def _start_llama_cpp(reference: ModelReference, gguf: Path | None, port: int) -> list[str]:
-    if gguf is None:
-        raise UserError(
-            f"{reference.name}: holds no GGUF file; write one with finetune export --format gguf, and name it with "
-            "--gguf"
-        )
-    if binary := shutil.which("llama-server"):
-        return [binary, "-m", str(gguf), "--port", str(port), "-c", str(CONTEXT)]
-    if not all(importlib.util.find_spec(each) for each in ("llama_cpp", "fastapi", "uvicorn")):
-        raise UserError(
-            '--server llama.cpp: not installed; pip install "llama-cpp-python[server]", or put llama-server on PATH'
-        )
-    options = ["--port", str(port), "--n_ctx", str(CONTEXT), "--logits_all", "true"]
-    return [sys.executable, "-m", "llama_cpp.server", "--model", str(gguf), *options]
-
-
-def _start_vllm(reference: ModelReference, gguf: Path | None, port: int) -> list[str]:
-    """The command of the last screen, in the dtype of the files and with no more room than the model has positions."""
-    if shutil.which("vllm") is None:
-        raise UserError("--server vllm: not installed; pip install vllm, or name a running server by its URL")
+def _serve_adapter(reference: ModelReference, port: int) -> list[str]:
+    """The command of the last screen for an adapter, in the dtype of its base's files."""
     folder = Path(reference.name)
-    if reference.kind == "adapter":
-        commands = use_adapter(folder, reference.base, read_json_object(folder / ADAPTER_CONFIG))
-        if "vLLM" not in commands:
-            raise UserError(f"{folder}: vLLM serves no such adapter; export the merged model, and check that")
-        command = shlex.split(commands["vLLM"])
-        described = Path(str(reference.base))
-    elif reference.kind == "model":
-        command = ["vllm", "serve", str(folder)]
-        described = folder
-    else:
-        raise UserError(f"{folder}: vLLM serves exports and adapters; make one with finetune export")
-    config = read_json_object(described / CONFIG_FILE) if described.is_dir() else {}
-    text = config.get("text_config") or config
-    room = min(CONTEXT, text.get("max_position_embeddings") or CONTEXT)
-    dtype = str(config.get("dtype") or text.get("dtype") or "auto")  # by itself vLLM serves float32 in half of it
-    return [*command, "--port", str(port), "--max-model-len", str(room), "--dtype", dtype]
+    commands = use_adapter(folder, reference.base, read_json_object(folder / ADAPTER_CONFIG))
+    if "vLLM" not in commands:
+        raise UserError(f"{folder}: vLLM serves no such adapter; export the merged model, and check that")
+    return [*shlex.split(commands["vLLM"]), *list_vllm_options(Path(str(reference.base)), port)]
 
 
-STARTS: Mapping[str, Callable[[ModelReference, Path | None, int], list[str]]] = {
-    "llama.cpp": _start_llama_cpp,
-    "vllm": _start_vllm,
-}
+# By the name of the server: the format that it is started with.
+STARTED = dict(
+    sorted((row.server, name) for name, row in EXPORT_FORMATS.items() if row.server is not None and row.start)
+)
+
+
+def find_file(arguments: argparse.Namespace, folder: Path) -> Path | None:
+    """The file that the server serves: as given, else the first in `folder`; None where it serves the folder.
+
+    Raises `UserError` where a file that is given is not there.
+    """
+    file = None
+    for name, row in EXPORT_FORMATS.items():
+        if row.suffix is None or row.server is None:
+            continue
+        given = getattr(arguments, name)
+        if given is not None and not Path(given).is_file():
+            raise UserError(f"--{name}: {given}: no such file")
+        if row.server == arguments.server:
+            file = Path(given) if given is not None else next(iter(sorted(folder.glob(f"*{row.suffix}"))), None)
+    return file
 
 
 def _wait(url: str, process: "subprocess.Popen[bytes]", said: Any, name: str) -> None:
@@ -246,10 +234,8 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
     if not prompts:
         raise UserError(f"{arguments.prompts or reference.name}: holds no prompt")
     folder = Path(reference.name)
-    gguf = Path(arguments.gguf) if arguments.gguf else next(iter(sorted(folder.glob("*.gguf"))), None)
-    if gguf is not None and not gguf.is_file():
-        raise UserError(f"--gguf: {gguf}: no such file")
-    with open_server(arguments.server, reference, gguf, arguments.served_model, print) as server:
+    file = find_file(arguments, folder)
+    with open_server(arguments.server, reference, file, arguments.served_model, print) as server:
         options = LoadOptions(base_model=arguments.base_model, trust_remote_code=arguments.trust_remote_code)
         model = load_inference_model(reference, options, print)
         compared = [compare(model, server, prompt, arguments.max_new_tokens) for prompt in prompts]

@@ -3,7 +3,7 @@
 The points of a step follow torch's order of events; the backward's are in `temporary_memory.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from finetune.constants import FP32, PROMPTS_AT_ONCE
@@ -17,7 +17,7 @@ from finetune.plan.activations import (
     working_bytes,
 )
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import State
+from finetune.plan.state import State, StateTensor
 from finetune.plan.temporary_memory import (
     LayoutMemory,
     Snapshot,
@@ -55,51 +55,122 @@ def _kept_per_token(spec: RunSpec) -> dict[str, int]:
     return kept if spec.is_last_stage else kept | {"final norm": 0}
 
 
+@dataclass(slots=True)
+class ShardedBackward:
+    """How far a backward under FSDP is.
+
+    The gradients of a unit are whole until its backward ends. Then they are reduced to this rank's shard, which under
+    `optim_in_backward` is freed once it has been used. Amounts are bytes of this rank.
+    """
+
+    spec: RunSpec
+    memory: LayoutMemory
+    before: Snapshot  # the backward's beginning, with the gradients of earlier micro-batches
+    at_layer: int  # temporaries of a layer's backward
+    gradients: int  # shards that wait for the update
+    reducing_before: int = 0  # the reduce-scatter of the unit before, which the next backward runs beside
+    waiting_gradient: int = 0  # the tail's, whole, where the embedding's is added to it (tied)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether each unit adds a shard to `gradients`; else there is room for it already, or it is freed."""
+        in_backward = self.spec.recipe.optimization.optim_in_backward
+        return not in_backward and not self.spec.sharding.cpu_offload and self.spec.accumulation == 1
+
+    def end_unit(self, unit: UnitMemory) -> None:
+        """Counts a unit as reduced."""
+        if self.adds_up:
+            self.gradients += unit.shard
+        self.reducing_before = unit.reducing
+
+
 def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_layer: int) -> Iterator[Snapshot]:
-    """Under FSDP: the gradients of a unit are whole until its backward ends; then they are reduced to this rank's
-    shard, which under `optim_in_backward` is freed once it has been used. `before`: with the gradients of earlier
-    micro-batches; `at_layer`: temporaries of a layer's backward."""
-    in_backward = spec.recipe.optimization.optim_in_backward
-    updates = plan_updates_in_backward(spec) if in_backward else {}
-    adds_up = not in_backward and not spec.sharding.cpu_offload and spec.accumulation == 1
-    waiting, waiting_gradient = (memory.tail.gathered, memory.tail.unreduced) if memory.tail_waits else (0, 0)
-    held = before.gradients
-    previous = 0
+    """The points of a backward under FSDP, by its units: the head, the layers from the last, the embedding.
 
-    def reduce(name: str, part: str, unit: UnitMemory, activations: int, gathered: int) -> Iterator[Snapshot]:
-        """The input of the reduce-scatter beside the gradients that it is made of, then beside what comes out of it."""
-        point = replace(before, name=f"reduction of {name}", gradients=held, activations=activations, gathered=gathered)
-        yield replace(point, communication=waiting_gradient + unit.unreduced + unit.reducing)
-        temporaries = updates[part].temporaries if updates else 0
-        point = replace(point, gradients=held + unit.shard, temporaries=temporaries)
-        yield replace(point, communication=waiting_gradient + unit.reducing)
-
-    if not memory.tail_waits:
-        yield from reduce("the head", "head", memory.tail, kept_for_backward(spec), memory.layer.arriving)
-        held = held + adds_up * memory.tail.shard
-        previous = memory.tail.reducing
+    Args:
+        spec: The run.
+        memory: What a unit takes in its layout.
+        before: The backward's beginning, with the gradients of earlier micro-batches.
+        at_layer: Bytes of temporaries of a layer's backward.
+    """
+    backward = ShardedBackward(spec, memory, before, at_layer, gradients=before.gradients)
+    if memory.tail_waits:
+        backward.waiting_gradient = memory.tail.unreduced
+    else:
+        yield from _reduce(backward, "head", "the head", memory.tail, kept_for_backward(spec), memory.layer.arriving)
+        backward.end_unit(memory.tail)
     for done in range(memory.layers):
-        is_last = done + 1 == memory.layers
-        name = _name_layer(done, memory.layers)
-        following = waiting + (memory.embedding if is_last else memory.layer).arriving
-        gathered = memory.layer.gathered + (memory.layers - done - 1) * memory.layer_staying
-        for activations, numel in _within_layer(spec, done) if name else ():
-            unreduced = spec.computation.itemsize * numel
-            communication = previous + waiting_gradient + unreduced
-            point = replace(before, name=f"backward of {name}", gradients=held, communication=communication)
-            yield replace(point, gathered=following + gathered, activations=activations, temporaries=at_layer)
-        if name:
-            staying = following + (memory.layers - done - 1) * memory.layer_staying
-            through = spec.part.layers if is_last else done + 1
-            yield from reduce(name, "layer", memory.layer, _after_layers(spec, through), staying)
-        held = held + adds_up * memory.layer.shard
-        previous = memory.layer.reducing
-    ends = memory.tail if memory.tail_waits else memory.embedding
-    after = _after_layers(spec, spec.part.layers)
-    point = replace(before, name="backward of the embedding", gradients=held, activations=after, gathered=ends.gathered)
-    yield replace(point, communication=previous + ends.unreduced)
-    waiting_gradient = 0
-    yield from reduce("the embedding", "embedding", ends, after, 0)
+        if _name_layer(done, memory.layers):
+            yield from _sharded_layer(backward, done)
+        backward.end_unit(memory.layer)
+    yield from _sharded_embedding(backward)
+
+
+def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
+    """The backward of the layer before which `done` are done, then its reduction."""
+    spec = backward.spec
+    memory = backward.memory
+    name = _name_layer(done, memory.layers)
+    is_last = done + 1 == memory.layers
+    next_unit = memory.embedding if is_last else memory.layer
+    staying = next_unit.arriving + (memory.layers - done - 1) * memory.layer_staying
+    if memory.tail_waits:
+        staying += memory.tail.gathered
+    point = replace(
+        backward.before,
+        name=f"backward of {name}",
+        gradients=backward.gradients,
+        gathered=staying + memory.layer.gathered,
+        temporaries=backward.at_layer,
+    )
+    for moment in _within_layer(spec, done):
+        unreduced = spec.computation.itemsize * moment.gradient_elements
+        communication = backward.reducing_before + backward.waiting_gradient + unreduced
+        yield replace(point, communication=communication, activations=moment.activations)
+    passed = spec.part.layers if is_last else done + 1
+    yield from _reduce(backward, "layer", name, memory.layer, _after_layers(spec, passed), staying)
+
+
+def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
+    """The backward of the embedding, and its reduction, with the tail's gradient where that has waited for it."""
+    spec = backward.spec
+    memory = backward.memory
+    unit = memory.tail if memory.tail_waits else memory.embedding
+    activations = _after_layers(spec, spec.part.layers)
+    yield replace(
+        backward.before,
+        name="backward of the embedding",
+        gradients=backward.gradients,
+        activations=activations,
+        gathered=unit.gathered,
+        communication=backward.reducing_before + unit.unreduced,
+    )
+    backward.waiting_gradient = 0
+    yield from _reduce(backward, "embedding", "the embedding", unit, activations, 0)
+
+
+def _reduce(
+    backward: ShardedBackward, part: str, name: str, unit: UnitMemory, activations: int, gathered: int
+) -> Iterator[Snapshot]:
+    """The input of a unit's reduce-scatter beside the gradients that it is made of, then beside what comes out of it.
+
+    `part`: of the model, as in `plan_updates_in_backward`; `name`: of the unit.
+    """
+    waiting = backward.waiting_gradient
+    point = replace(
+        backward.before,
+        name=f"reduction of {name}",
+        gradients=backward.gradients,
+        activations=activations,
+        gathered=gathered,
+    )
+    yield replace(point, communication=waiting + unit.unreduced + unit.reducing)
+    temporaries = 0
+    if backward.spec.recipe.optimization.optim_in_backward:
+        temporaries = plan_updates_in_backward(backward.spec)[part].temporaries
+    yield replace(
+        point, gradients=backward.gradients + unit.shard, temporaries=temporaries, communication=waiting + unit.reducing
+    )
 
 
 def whole_points(
@@ -125,8 +196,9 @@ def whole_points(
         gathered = memory.layer.gathered + (memory.layers - done - 1) * memory.layer_staying
         name = f"backward of {_name_layer(done, memory.layers)}"
         point = replace(before, name=name, gathered=gathered, communication=memory.buckets, temporaries=at_layer)
-        for activations, numel in _within_layer(spec, done):
-            gradients = 0 if updates else max(before.gradients, earlier + trained * numel)
+        for moment in _within_layer(spec, done):
+            activations = moment.activations
+            gradients = 0 if updates else max(before.gradients, earlier + trained * moment.gradient_elements)
             yield replace(point, gradients=gradients, activations=activations)
             if updates:  # before gate and up have gradients
                 layer = updates["layer"]
@@ -169,29 +241,43 @@ def _after_layers(spec: RunSpec, done: int) -> int:
     return kept_for_backward(spec) + int(spec.tokens * handed_on)
 
 
-def _within_layer(spec: RunSpec, done: int) -> Iterator[tuple[int, int]]:
-    """Yields activation bytes and unreduced gradient elements at two points of a layer's backward.
+@dataclass(frozen=True, slots=True)
+class LayerMoment:
+    """A moment of a layer's backward."""
 
-    The points are the beginning of its MLP's backward and its end.
+    activations: int  # bytes
+    gradient_elements: int  # of the layer's weights, not yet reduced
 
-    done: How many layers the backward has passed before.
-    """
+
+def _within_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
+    """The beginning of the backward of a layer's MLP, and its end; `done` layers are done before it."""
     a = spec.computed
     run = spec.computation
-    is_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
-    factors = expert_factor_bytes(a, run).layer if is_again else 0
-    activations = _after_layers(spec, done) - spec.tokens * a.hidden * run.residual_itemsize + factors
-    activations += spec.tokens * (recomputed_bytes(a, run) + working_bytes(a, run) + prefetched_bytes(a, run))
+    activations = _at_layer(spec, done)
     unit = f"layer {a.widest_layer}"
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit == unit]
     if a.trace(run) is not None:  # where its MLP is, is not known
-        yield activations, sum(tensor.numel // tensor.divided for tensor in trained)
-        return
+        return [LayerMoment(activations, _count_elements(trained))]
     mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
-    down = sum(tensor.numel // tensor.divided for tensor in mlp if "down_proj" in tensor.name)
-    yield activations, down
+    down = [tensor for tensor in mlp if "down_proj" in tensor.name]
     freed = spec.tokens * (layer_bytes(a, run)["mlp"] + a.mlp_width * run.itemsize)
-    yield activations - freed, sum(tensor.numel // tensor.divided for tensor in mlp)
+    return [LayerMoment(activations, _count_elements(down)), LayerMoment(activations - freed, _count_elements(mlp))]
+
+
+def _at_layer(spec: RunSpec, done: int) -> int:
+    """Bytes of activations where the backward of the layer after `done` others begins, with what it computes again."""
+    a = spec.computed
+    run = spec.computation
+    computes_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
+    factors = expert_factor_bytes(a, run).layer if computes_again else 0
+    per_token = recomputed_bytes(a, run) + working_bytes(a, run) + prefetched_bytes(a, run)
+    handed_on = a.hidden * run.residual_itemsize
+    return _after_layers(spec, done) + factors + spec.tokens * (per_token - handed_on)
+
+
+def _count_elements(tensors: Iterable[StateTensor]) -> int:
+    """The elements that this rank has of `tensors`."""
+    return sum(tensor.numel // tensor.divided for tensor in tensors)
 
 
 SLACK = 0.06  # of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use

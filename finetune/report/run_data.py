@@ -20,6 +20,7 @@ from finetune.config.yaml_file import read_yaml
 from finetune.constants import RATIO_SHARES
 from finetune.errors import UserError
 from finetune.files.json_files import load_json, read_json_lines, read_json_object
+from finetune.files.phases import PHASE, PHASES, seconds_by_phase
 from finetune.files.run_files import (
     BENCHMARKS,
     BenchmarkResult,
@@ -31,7 +32,7 @@ from finetune.files.run_files import (
 )
 from finetune.plan.plan import Plan, make_plan
 from finetune.plan.table import memory_rows
-from finetune.units import count, counted, disk_size, format_compact, gib
+from finetune.units import count, counted, disk_size, duration, format_compact, gib
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -49,6 +50,7 @@ NUMBER = float
 OF_METRICS = dict.fromkeys(("step", "tokens", "trained_tokens", "peak_memory_bytes"), int) | {
     "idle_expert_share_by_layer": [NUMBER]
 }
+OF_PHASE = {"step": int, "start": int, PHASE: str, "seconds": NUMBER}
 OF_RECIPE = {"model_config": {}, "model_name_or_path": str}
 OF_ENVIRONMENT = {"ranks": int}
 OF_SAMPLE = {"step": int}
@@ -69,7 +71,8 @@ class RunRecord:
 
     folder: Path
     name: str
-    lines: tuple[dict[str, Any], ...]  # of metrics.jsonl
+    lines: tuple[dict[str, Any], ...]  # of metrics.jsonl, but for those of phases
+    phases: Mapping[int, Mapping[str, Mapping[int, float]]]  # of `seconds_by_phase`
     recipe: dict[str, Any]  # every key filled in
     sharding: dict[str, Any]  # of accelerate.yaml
     environment: dict[str, Any]
@@ -123,12 +126,18 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(f"{folder}: no such folder; name a run's folder, such as runs/quickstart")
     if not (folder / METRICS).is_file():
         raise UserError(f"{folder}: no {METRICS}; it is not a run's folder, or the run has not logged yet")
+    lines = []
+    of_phases = []
+    for line in _read_metrics(folder / METRICS):
+        if PHASE in line:
+            of_phases.append(_keep_kinds(line, OF_PHASE))
+        else:
+            lines.append(_keep_kinds(line, dict.fromkeys(line, NUMBER) | OF_METRICS))
     return RunRecord(
         folder=folder,
         name=folder.resolve().name,
-        lines=tuple(
-            _keep_kinds(line, dict.fromkeys(line, NUMBER) | OF_METRICS) for line in _read_metrics(folder / METRICS)
-        ),
+        lines=tuple(lines),
+        phases=seconds_by_phase(of_phases),
         recipe=_keep_kinds(_read_mapping(folder / RECIPE), OF_RECIPE),
         sharding=_read_mapping(folder / SHARDING),
         environment=_keep_kinds(_read_mapping(folder / ENVIRONMENT), OF_ENVIRONMENT),
@@ -261,6 +270,7 @@ def describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str], *, l
         "findings": findings,
         "data": facts,
         "sources": [[Path(str(s.get("path", ""))).name, *(f"{s.get(key, 0):,}" for key in columns)] for s in sources],
+        "time": _table_of_phases(run),
         "memory": memory_rows(plan.phases) if plan else [],
         "memory_note": f"one rank; its process adds about {gib(process)} GiB" if process else "peak of each phase",
         "recipe": [
@@ -445,6 +455,35 @@ def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]
         said = name.rpartition("/")[2].replace("-", " to ")
         histogram.append((said, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
     return histogram
+
+
+SHOWN_STARTS = 3  # the newest
+
+
+def _table_of_phases(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
+    """The head, then a row for each phase: its name, and for each of the newest starts a text and a bar's length in
+    percent; empty where the run has no seconds of phases."""
+    starts = {start: run.phases[start] for start in sorted(run.phases)[-SHOWN_STARTS:]}
+    phases = [phase for phase in PHASES if any(phase in of_start for of_start in starts.values())]
+    if not phases:
+        return []
+    head = [(f"Start {start}" if len(run.phases) > 1 else "Seconds", 0.0) for start in starts]
+    longest = max(sum(by_step.values()) for of_start in starts.values() for by_step in of_start.values())
+    rows = []
+    for phase in phases:
+        by_start = [of_start.get(phase, {}) for of_start in starts.values()]
+        rows.append((PHASES[phase], [_cell_of_phase(by_step, longest) for by_step in by_start]))
+    return [("Phase", head), *rows]
+
+
+def _cell_of_phase(by_step: Mapping[int, float], longest: float) -> tuple[str, float]:
+    """The seconds of a phase, at the steps where it was, as a text and as a bar's length in percent of `longest`."""
+    if not by_step:
+        return "–", 0.0
+    seconds = sum(by_step.values())
+    at_most = f" in {len(by_step)}, at most {duration(max(by_step.values()))}" if len(by_step) > 1 else ""
+    share = 100 * seconds / longest if 0 < longest < math.inf else 0.0
+    return duration(seconds) + at_most, round(share, 2)
 
 
 def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:

@@ -61,7 +61,8 @@ def evaluate(
         def batches() -> Iterator[StepBatch]:
             return watch(run.watchdog.watched(held_out.batches(), "evaluating"))
 
-        loss, metrics = measure_held_out(run.model, batches, run.world, run.objectives.held_out)
+        with run.phases.timed("evaluation"):
+            loss, metrics = measure_held_out(run.model, batches, run.world, run.objectives.held_out)
         results["eval_loss"] = loss
         if step == 0 and run.recipe.method_facts.needs_reference:
             metrics.pop(ACCURACY, None)  # the model still is its own reference: every margin is 0
@@ -70,7 +71,8 @@ def evaluate(
         run.log.write(line)
         run.log.say(f"step {step}: held-out loss {loss:.4f}{describe_order(metrics)}")
     if run.sample_prompts and "sample_prompts" not in results:
-        samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
+        with run.phases.timed("evaluation"):
+            samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
         for prompt, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):
             run.log.say(f"step {step}: {prompt!r} -> {sample.answer!r}")
         _write_samples(run, step, samples)
@@ -122,7 +124,8 @@ def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
     """Logs the share of held-out prompts that the model answers exactly, where this run has not logged it before."""
     if not run.prompts or "exact_match" in run.results.get(progress.step, {}):
         return
-    samples = answer(run.model, run.prompts, run.tokenizer, run.world, run.recipe.model.eot_tokens)
+    with run.phases.timed("evaluation"):
+        samples = answer(run.model, run.prompts, run.tokenizer, run.world, run.recipe.model.eot_tokens)
     share = sum(sample.is_exact for sample in samples) / len(samples)
     line = {"step": progress.step, "epoch": progress.epoch, "exact_match": share, "exact_match_samples": len(samples)}
     _write_samples(run, progress.step, samples)

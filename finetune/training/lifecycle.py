@@ -37,6 +37,7 @@ from finetune.errors import UserError
 from finetune.export.merge_choice import write_comparison_rows
 from finetune.files.durable import replace_file, restore_exports, restore_folder
 from finetune.files.json_files import append_json_lines, read_json_lines, read_json_object
+from finetune.files.phases import Phases
 from finetune.files.run_files import drop_later_lines
 from finetune.flops import flop_per_token_of
 from finetune.models.load import ModelSize, Teacher, load_teacher
@@ -199,6 +200,7 @@ def start_run(
     progress: Progress,
     inputs: Mapping[str, str],
     hooks: Hooks,
+    phases: Phases,
 ) -> TrainingRun:
     """The run on this rank; rank 0 opens metrics.jsonl and prints the first screen. All ranks call it.
 
@@ -210,6 +212,7 @@ def start_run(
 
         keep_scales_current(model, optimizer)
     log, results = open_log(recipe, world, folder, data, progress)
+    phases.write_to(log.phase, progress.step)
 
     def count_flop(length: float) -> float:
         own = flop_per_token_of(config, parameters=size.multiplied, length=length, frozen=size.frozen_multiplied)
@@ -239,8 +242,10 @@ def start_run(
             inputs,
             objectives.training.describe_files,
             size.carried_bytes,
+            phases,
         ),
         log=log,
+        phases=phases,
         results={progress.step: results},
         inputs=inputs,
         hooks=hooks,
@@ -382,7 +387,7 @@ def export(run: TrainingRun, progress: Progress) -> None:
         checkpoint = None
     try:
         with exit_on_signals():
-            export_run(run.folder, checkpoint=checkpoint, log=run.log.say)
+            export_run(run.folder, checkpoint=checkpoint, log=run.log.say, phases=run.phases)
     except SystemExit as stop:
         number = Signals(int(str(stop.code)) - 128).name
         raise run.preempted(f"during the export; all {progress.step} steps are saved", by=number) from None

@@ -13,6 +13,7 @@ from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe, Run
 from finetune.constants import count_steps
 from finetune.data.batches import StepBatch
+from finetune.files.phases import Phases
 from finetune.training.evaluate import evaluate
 from finetune.training.metrics import Compilation, Window
 from finetune.training.step import handle_nonfinite, make_guard, train_step
@@ -100,22 +101,30 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     step = partial(
         train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard, in_backward=in_backward
     )
-    objective = run.objectives.training
     compilation = Compilation(recipe.model.torch_compile)
-    with run.watchdog, saver, in_backward or nullcontext(), garbage_collected_between_lines():
+    with (
+        _training_timed(run.phases, compilation),
+        run.watchdog,
+        saver,
+        in_backward or nullcontext(),
+        garbage_collected_between_lines(),
+    ):
         saver.check_save(last_step, run.data.train.steps_per_epoch)
         run.model.train()
         window = Window(world.device)
         for batch, waited in _timed(run.read_batches(progress.step)):
             run.watchdog.beat(f"training step {batch.step + 1}")
             rate = compute_learning_rate(batch.step, run.schedule)
-            result = step(batch, objective=objective, learning_rate=rate, before_update=saver.before_update)
+            result = step(
+                batch, objective=run.objectives.training, learning_rate=rate, before_update=saver.before_update
+            )
             if result.failed_check is None:
-                window.add(result.measured, objective.count(batch), batch, waited)
+                window.add(result.measured, run.objectives.training.count(batch), batch, waited)
             else:
                 run.log.say(handle_nonfinite(recipe.optimization, result.failed_check, progress.skipped_steps, world))
             before = progress
             progress = progress.after_step(batch, is_skipped=result.failed_check is not None)
+            run.phases.step = progress.step
 
             requests = signals.agree(world, saver.has_failed)
             if requests.failed_save:
@@ -144,6 +153,18 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     if progress.step < last_step:
         run.log.say(f"step {progress.step}: stopped early; the held-out loss was lowest at step {progress.best_step}")
     return progress
+
+
+@contextmanager
+def _training_timed(phases: Phases, compilation: Compilation) -> Iterator[None]:
+    """Measures the block as the training of this start, and what it compiles."""
+    compiled_before = compilation.seconds() or 0.0
+    try:
+        with phases.timed("training"):
+            yield
+    finally:
+        phases.add("compile", (compilation.seconds() or 0.0) - compiled_before, phases.step)
+        phases.write()
 
 
 def _log(run: TrainingRun, progress: Progress, line: dict[str, Any], compilation: Compilation) -> None:

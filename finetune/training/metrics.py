@@ -21,6 +21,7 @@ from finetune.constants import CACHE_VARIABLE
 from finetune.data.batches import StepBatch
 from finetune.errors import UserError, first_line, is_notebook
 from finetune.files.json_files import read_json_lines
+from finetune.files.phases import count_starts
 from finetune.files.run_files import (
     DIVERGED_LINES,
     describe_missing,
@@ -153,10 +154,13 @@ class MetricsLog:
         self._display: Display | None = None
         self._losses: list[tuple[int, float]] = []  # (step, loss) of every training line
         self._has_diverged = False
+        self._start = 1  # which start of the run this is
         if path is not None:
             lines = read_json_lines(path) if start_step else []
             missing = describe_missing(path, start_step)
-            self._losses = losses_of(drop_later_lines(path, start_step))
+            kept = drop_later_lines(path, start_step)
+            self._start = 1 + count_starts(kept)
+            self._losses = losses_of(kept)
             self._display = Display(steps, start_step, (loss for _, loss in self._losses))
             self._file = path.open("ab", buffering=0)
             readable = readable_lines(lines)
@@ -181,9 +185,12 @@ class MetricsLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """One line of metrics.jsonl. What a full disk refuses is kept, and written before the next line with room."""
-        if self._file is not None:
-            self._append(json.dumps({key: _rounded(value) for key, value in line.items()}).encode() + b"\n")
+        self._write_line(line)
         self._call_tracker(lambda tracker: tracker.log(line))
+
+    def phase(self, line: dict[str, Any]) -> None:
+        """Writes the seconds of a phase. Trackers do not get them: they take steps in order, and a save ends late."""
+        self._write_line({"step": line["step"], "start": self._start} | line)
 
     def step(self, line: dict[str, Any]) -> None:
         """Writes and shows a training line. Warns once, when the loss has been far above its start for long.
@@ -228,6 +235,10 @@ class MetricsLog:
             if self._unwritten:
                 self._append(b"")
             self._file.close()
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        if self._file is not None and not self._file.closed:
+            self._append(json.dumps({key: _rounded(value) for key, value in line.items()}).encode() + b"\n")
 
     def _append(self, text: bytes) -> None:
         is_first = not self._unwritten

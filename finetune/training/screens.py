@@ -27,6 +27,7 @@ from finetune.distributed.parallelize import count_wrapped_units
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_lines, read_json_object
+from finetune.files.phases import PHASES, seconds_by_phase
 from finetune.files.run_files import find_divergence, losses_of
 from finetune.models.carried import describe_carried
 from finetune.models.cpu_products import describe_products
@@ -43,7 +44,7 @@ from finetune.training.metrics import DIVERGED_ADVICE
 from finetune.training.objectives.distill import StoredTeacher
 from finetune.training.objectives.objective import Objective
 from finetune.training.training_run import COMPLETIONS, METRICS, TrainingRun
-from finetune.units import counted, disk_size, gib
+from finetune.units import counted, disk_size, duration, gib
 
 SHOWN_ANSWERS = 5  # held-out questions in the last screen
 SHOWN_CHARACTERS = 60  # of each text there
@@ -329,7 +330,22 @@ def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> l
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
     warning = [f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}"] if diverged else []
     lines = [*warning, *_teacher_line(folder) * has_teacher, *_ratios_line(folder), *_memory_line(folder)]
-    return [*lines, results_line(folder)]
+    return [*lines, *_time_line(folder), results_line(folder)]
+
+
+def _time_line(folder: Path) -> list[str]:
+    """How long this start has trained, and its longest other phase."""
+    starts = seconds_by_phase(read_json_lines(folder / METRICS))
+    if not starts:
+        return []
+    seconds = {phase: sum(by_step.values()) for phase, by_step in starts[max(starts)].items()}
+    trained = seconds.pop("training", 0.0)
+    others = {phase: of_phase for phase, of_phase in seconds.items() if phase != "publication"}
+    if not others:
+        return []
+    longest = max(others, key=lambda phase: others[phase])
+    time = f"{PHASES[longest]}, {duration(others[longest])}"
+    return [f"time    {duration(trained)} of training; the longest phase beside it: {time}"]
 
 
 def _memory_line(folder: Path) -> list[str]:

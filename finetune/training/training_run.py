@@ -27,6 +27,7 @@ from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import Preempted, UserError
 from finetune.files.durable import replace_file
+from finetune.files.phases import Phases
 from finetune.models.routing import find_routing
 from finetune.training.callbacks import Event, Hooks
 from finetune.training.metrics import MetricsLog, Window, peak_memory_bytes
@@ -56,6 +57,7 @@ class TrainingRun:
     schedule: Schedule
     saver: "Saver"
     log: MetricsLog
+    phases: Phases
     results: dict[int, dict[str, Any]]  # step -> what this run has logged of evaluations there, also in earlier starts
     inputs: Mapping[str, str]  # fingerprints of what the recipe names
     watchdog: Watchdog

@@ -77,13 +77,13 @@ def contents(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file, without its clocks; a killed process may leave a half after them."""
+    """The whole lines of a file, without its clocks and seconds; a killed process may leave a half after them."""
     whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     try:
         lines = [json.loads(line) for line in whole]
     except ValueError as error:
         raise Lost(f"{path}: {error}") from None
-    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in lines]
+    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in lines if "phase" not in line]
 
 
 def exported(run_folder: Path) -> dict[str, str]:

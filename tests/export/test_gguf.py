@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
-from finetune.export import publish
+from finetune.config import export_formats
 from finetune.files.tensors import read, read_folder
 from tests.conftest import make_model
 from tests.export.gguf_models import FAMILIES, make_gguf_model, train_tokenizer
@@ -32,14 +32,14 @@ MakeModel = Callable[..., Path]
 TOKENS = 24
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park. They")
 needs_llama_cpp = pytest.mark.skipif(
-    not publish.is_installed("llama_cpp"), reason="llama.cpp is not installed: pip install -e '.[llama-cpp]'"
+    not export_formats.is_installed("llama_cpp"), reason="llama.cpp is not installed: pip install -e '.[llama-cpp]'"
 )
 
 
 @pytest.fixture
 def without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick tests say the same whether llama.cpp is installed or not."""
-    for module in (publish, gguf_export):
+    for module in (export_formats, gguf_export):
         monkeypatch.setattr(module, "is_installed", lambda package: package == "gguf")
 
 

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from finetune.cli import main
-from finetune.export.publish import is_installed
+from finetune.config.export_formats import is_installed
 from finetune.inference.serve_check import NEAR_TIE
 from tests.conftest import make_chat, make_model
 from tests.export.gguf_models import make_gguf_model

@@ -204,4 +204,4 @@ def _metrics(run: Path) -> list[dict[str, float]]:
     """Every line of metrics without what depends on the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     other = {"tokens_per_second", "mfu", "mfu_of_whole_rows", "peak_memory_bytes", "data_wait_seconds"}
-    return [{key: value for key, value in line.items() if key not in other} for line in lines]
+    return [{key: value for key, value in line.items() if key not in other} for line in lines if "phase" not in line]

@@ -82,4 +82,4 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the machine."""
     other = {"tokens_per_second", "mfu", "mfu_of_whole_rows", "peak_memory_bytes", "data_wait_seconds"}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in other} for line in lines]
+    return [{key: value for key, value in line.items() if key not in other} for line in lines if "phase" not in line]

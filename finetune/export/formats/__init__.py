@@ -1,13 +1,15 @@
-"""The formats that are written beside a Hugging Face folder, or instead of one: a row for each."""
+"""The formats that are written beside a Hugging Face folder, or instead of one, by their rows in config/."""
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from finetune.export.publish import COMPRESSED, ExportOptions
+from finetune.config.export_formats import EXPORT_FORMATS
+from finetune.export.publish import ExportOptions
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
@@ -30,16 +32,12 @@ class PlannedFormat(Protocol):
 Planner = Callable[[Source, TargetModel, Weights, ExportOptions, str, Callable[[str], object]], PlannedFormat]
 
 
-def _plan_gguf(*described: Any) -> PlannedFormat:
-    from finetune.export.formats.gguf_export import plan_gguf  # needs a package that may be missing
-
-    return plan_gguf(*described)
-
-
-def _plan_compressed(*described: Any) -> PlannedFormat:
-    from finetune.export.formats.compressed_tensors_export import plan_compressed  # needs a package that may be missing
-
-    return plan_compressed(*described)
-
-
-PLANNERS: Mapping[str, Planner] = {"gguf": _plan_gguf, COMPRESSED: _plan_compressed}
+def load_planners(formats: Sequence[str]) -> list[Planner]:
+    """The functions that plan these formats, without the Hugging Face folder. Imports packages that may be missing."""
+    planners = []
+    for name in formats:
+        place = EXPORT_FORMATS[name].plan
+        if place is not None:
+            module, _, function = place.partition(":")
+            planners.append(getattr(importlib.import_module(module), function))
+    return planners

@@ -19,13 +19,14 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 from torch import nn
 
+from finetune.config.export_formats import COMPRESSED, is_installed
 from finetune.config.quantization import EXPORTED, SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.distributed.model_parts import expert_modules
 from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, insert_section, write_metadata
 from finetune.export.merge_choice import ComparisonRows, MergedScore, measure, read_comparison_rows, rows_of
-from finetune.export.publish import COMPRESSED, ExportOptions, is_alone, is_installed
+from finetune.export.publish import ExportOptions, is_alone
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value
 from finetune.export.verify import WrittenFiles, compare_values, read_digests
@@ -152,7 +153,7 @@ class CompressedPlan:
         parameters = sum(p.numel() for p in model.parameters())
         vocabulary = model.config.get_text_config().vocab_size
         rows = read_comparison_rows(self.source.run, parameters, vocabulary)
-        most = self.options.max_loss_increase
+        most = self.options["max_loss_increase"]
         if rows is None:
             if most is not None:
                 raise UserError(f"{self.source.path}: --max-loss-increase: the run kept no rows to measure on; omit it")
@@ -249,12 +250,12 @@ def _choose_scheme(source: Source, options: ExportOptions) -> tuple[Quantization
         key: source.recipe[key] for key in ("quantization_aware_training", "qat_group_size") if key in source.recipe
     }
     own = QuantizationAware(**trained)
-    name = options.quantization or own.quantization_aware_training
+    name = options["quantization"] or own.quantization_aware_training
     if name is None:
         raise UserError(f"{FORMAT}: name how with --quantization: one of {', '.join(EXPORTED)}")
-    if name == own.quantization_aware_training and options.group_size is None:
+    if name == own.quantization_aware_training and options["group_size"] is None:
         return own, True
-    return QuantizationAware(quantization_aware_training=name, qat_group_size=options.group_size), False
+    return QuantizationAware(quantization_aware_training=name, qat_group_size=options["group_size"]), False
 
 
 def _split(value: Value, layers: Mapping[str, Any], quantizer: Quantizer) -> list[Value]:

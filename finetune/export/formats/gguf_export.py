@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import torch
 
+from finetune.config.export_formats import LLAMA_CPP, is_installed
 from finetune.config.pretrained import why_unsupported
 from finetune.errors import UserError, first_line, progress_bar
 from finetune.export.formats.gguf_file import (
@@ -34,7 +35,7 @@ from finetune.export.formats.gguf_model import (
 )
 from finetune.export.formats.gguf_tokenizer import GgufVocabulary, describe_tokenizer, write_tokenizer
 from finetune.export.logits import prompts
-from finetune.export.publish import LLAMA_CPP, ExportOptions, is_installed
+from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, stored_value
 from finetune.export.values import scale_of
@@ -128,7 +129,7 @@ def plan_gguf(
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise UserError(f"{where}: --format gguf: needs a tokenizer, which does not load: {reason}") from None
-    vocabulary = describe_tokenizer(tokenizer, config.vocab_size, source.description, options.gguf_pre_tokenizer)
+    vocabulary = describe_tokenizer(tokenizer, config.vocab_size, source.description, options["gguf_pre_tokenizer"])
     if weights.account.carried:
         carried = counted(len(weights.account.carried), "tensor")
         notes = [*notes, f"GGUF is written without {carried} of the base that {target.class_name} has no place for"]
@@ -138,7 +139,7 @@ def plan_gguf(
     for note in notes:
         log(f"note: {note}")
     tensors = plan_tensors(weights.values, config, where)
-    types = options.gguf_types or (DTYPES[weights.dtype],)
+    types = tuple(options["gguf_types"]) or (DTYPES[weights.dtype],)
     own = [each for each in types if each in FILE_TYPES]
     others = [each for each in types if each not in FILE_TYPES]
     exact = DTYPES[weights.dtype]  # what llama.cpp quantizes
@@ -291,7 +292,7 @@ def _plan_adapter(source: Source, target: TargetModel, options: ExportOptions, t
     for module, base in zip(modules, plan_tensors(bases, config, where), strict=True):
         scale = 1.0 if alpha is not None else scales[module][0]
         tensors += _plan_factors(adapter.tensors[module + A], adapter.tensors[module + B], base, scale)
-    types = options.gguf_types or ("f32",)
+    types = tuple(options["gguf_types"]) or ("f32",)
     architecture = find_llama_cpp(config.model_type).architecture
     keys = partial(_write_adapter_keys, title=title, alpha=alpha)
     files = []
@@ -311,7 +312,7 @@ def _refuse_unknown_adapter(adapter: Adapter, options: ExportOptions, where: str
     reason = why_unsupported(adapter.config) or next(iter(unknown), None)
     if reason is not None:
         raise UserError(f"{where}: {reason}: llama.cpp has no adapter of this kind; export the merged model as GGUF")
-    wrong = [file_type for file_type in options.gguf_types if file_type not in FILE_TYPES]
+    wrong = [file_type for file_type in options["gguf_types"] if file_type not in FILE_TYPES]
     if wrong:
         raise UserError(f"--gguf-type: {wrong[0]}: an adapter is written as {', '.join(FILE_TYPES)}")
 

@@ -1,0 +1,252 @@
+"""The formats of an export: a row for each, with all that rules, commands, export, card and servers ask about it."""
+
+import importlib.util
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from finetune.config.quantization import EXPORTED, SCHEMES
+from finetune.constants import CONFIG_FILE
+from finetune.errors import UserError
+from finetune.files.json_files import read_json_object
+
+CONTEXT = 4096  # tokens that a server is started for
+SAFETENSORS = "safetensors"
+COMPRESSED = "compressed-tensors"
+# Of GGUF: those that are written here, and those that llama.cpp makes.
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+GGUF_K_TYPES = ("q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k")
+LLAMA_CPP = 'pip install -e ".[llama-cpp]"'
+NO_FORMATS = {"mlx": "MLX opens an export of safetensors as it is, and mlx_lm.convert -q quantizes it; leave mlx out"}
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def split_list(text: str | None) -> tuple[str, ...]:
+    """
+    >>> split_list("safetensors, gguf"), split_list(None)
+    (('safetensors', 'gguf'), ())
+    """
+    return tuple(filter(None, (part.strip() for part in (text or "").split(","))))
+
+
+def refuse_unknown(flag: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Raises `UserError` where one of the names that were `given` is not `known`."""
+    for each in given:
+        if each not in known:
+            raise UserError(f"{flag}: {each}: one or more of {', '.join(known)} are expected, with commas between")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportKey:
+    """A key of one format: an argument of `export`, and an option of `finetune export`."""
+
+    name: str  # of the argument
+    flag: str
+    metavar: str
+    help: str
+    default: Any = None
+    read: Callable[[str], Any] = str  # the option's text
+    recipe_key: str | None = None  # the key of the recipe that gives it for the export of a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFormat:
+    """What the package knows about a format. A new one is a row in `EXPORT_FORMATS`, and a file in export/formats/."""
+
+    title: str  # as people write it
+    plan: str | None = None  # module:function that plans its files; None: the Hugging Face folder itself
+    package: str | None = None  # that writes it, as Python imports it
+    install: str | None = None  # what pip calls the package; None: as Python does
+    is_folder: bool = False  # which transformers and vLLM open
+    holds_base: bool = False  # has a place for tensors of the base that the model has no parameter for
+    keys: tuple[ExportKey, ...] = ()
+    without: str = ""  # what its keys are refused with where the format is not asked for
+    check: Callable[[Mapping[str, Any], bool], None] = lambda keys, is_model: None  # raises `UserError`
+    refuses: Callable[[Any], object] = lambda case: False  # a condition of the rulebook on model and recipe
+    refused: str = ""  # its message
+    suffix: str | None = None  # of its files
+    card: str = ""  # the lines of the model card on its use
+    use: Callable[[Path, bool], Mapping[str, str]] = lambda file, is_adapter: {}  # a file -> commands by program
+    server: str | None = None  # the name of the server that is started with it
+    start: Callable[[Path, Path | None, int], list[str]] | None = None  # folder, file, port -> the server's command
+
+
+def _check_gguf(keys: Mapping[str, Any], is_model: bool) -> None:
+    types = tuple(keys["gguf_types"])
+    refuse_unknown("--gguf-type", types, GGUF_TYPES + GGUF_K_TYPES)
+    made = [each for each in types if each in GGUF_K_TYPES]
+    if made and not is_installed("llama_cpp"):
+        raise UserError(
+            f"--gguf-type: {made[0]}: llama.cpp makes it, which is not installed: {LLAMA_CPP}; without it there are "
+            f"{', '.join(GGUF_TYPES)}"
+        )
+
+
+def _use_gguf(file: Path, is_adapter: bool) -> Mapping[str, str]:
+    """The commands that use a GGUF file; those of an adapter name the file of its base BASE.gguf."""
+    if is_adapter:
+        return {"llama.cpp": f"llama-server -m BASE.gguf --lora {shlex.quote(str(file))}"}
+    name = file.stem.lower()
+    made = f"echo {shlex.quote(f'FROM {file}')} > Modelfile && ollama create {shlex.quote(name)} -f Modelfile"
+    return {"llama.cpp": f"llama-server -m {shlex.quote(str(file))}", "Ollama": made}
+
+
+def _start_llama_cpp(folder: Path, file: Path | None, port: int) -> list[str]:
+    if file is None:
+        raise UserError(
+            f"{folder}: holds no GGUF file; write one with finetune export --format gguf, and name it with --gguf"
+        )
+    if binary := shutil.which("llama-server"):
+        return [binary, "-m", str(file), "--port", str(port), "-c", str(CONTEXT)]
+    if not all(is_installed(each) for each in ("llama_cpp", "fastapi", "uvicorn")):
+        raise UserError(
+            '--server llama.cpp: not installed; pip install "llama-cpp-python[server]", or put llama-server on PATH'
+        )
+    options = ["--port", str(port), "--n_ctx", str(CONTEXT), "--logits_all", "true"]
+    return [sys.executable, "-m", "llama_cpp.server", "--model", str(file), *options]
+
+
+def _start_vllm(folder: Path, file: Path | None, port: int) -> list[str]:
+    if shutil.which("vllm") is None:
+        raise UserError("--server vllm: not installed; pip install vllm, or name a running server by its URL")
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"{folder}: vLLM serves exports and adapters; make one with finetune export")
+    return ["vllm", "serve", str(folder), *list_vllm_options(folder, port)]
+
+
+def list_vllm_options(described: Path, port: int) -> list[str]:
+    """Options of `vllm serve`: the dtype of the files, and no more room than the model has positions.
+
+    described: The folder with the model's config.json, where it is on this machine.
+    """
+    config = read_json_object(described / CONFIG_FILE) if described.is_dir() else {}
+    text = config.get("text_config") or config
+    room = min(CONTEXT, text.get("max_position_embeddings") or CONTEXT)
+    dtype = str(config.get("dtype") or text.get("dtype") or "auto")  # by itself vLLM serves float32 in half of it
+    return ["--port", str(port), "--max-model-len", str(room), "--dtype", dtype]
+
+
+def _check_compressed(keys: Mapping[str, Any], is_model: bool) -> None:
+    scheme = keys["quantization"]
+    group_size = keys["group_size"]
+    if scheme not in (None, *EXPORTED):
+        raise UserError(f"--quantization: {scheme}: one of {', '.join(EXPORTED)} is expected")
+    if group_size is not None and group_size < 1:
+        raise UserError(f"--group-size: {group_size}: a number above 0 is expected")
+    if group_size is not None and scheme is None:
+        raise UserError("--group-size: name the scheme too, with --quantization")
+    if group_size is not None and SCHEMES[scheme].is_float:
+        raise UserError(f"--group-size: {scheme} has one scale a row; omit it")
+    if not is_model:
+        raise UserError(f"--format {COMPRESSED}: an adapter is not quantized; omit --adapter-only")
+
+
+EXPORT_FORMATS: Mapping[str, ExportFormat] = {
+    SAFETENSORS: ExportFormat(
+        title="safetensors", is_folder=True, holds_base=True, server="vllm", start=_start_vllm,
+    ),
+    "gguf": ExportFormat(
+        title="GGUF",
+        plan="finetune.export.formats.gguf_export:plan_gguf",
+        package="gguf",
+        keys=(
+            ExportKey(
+                name="gguf_types", flag="--gguf-type", metavar="TYPES",
+                help="of GGUF: f32, f16, bf16, q8_0; q6_k, q5_k_m, q4_k_m and others that llama.cpp makes (default: as "
+                "--dtype)",
+                default=(), read=lambda text: split_list(text.lower()),  # as q4_k_m or Q4_K_M
+            ),
+            ExportKey(
+                name="gguf_pre_tokenizer", flag="--gguf-pre-tokenizer", metavar="NAME",
+                help="how a text is cut, by llama.cpp's name (default: found)",
+            ),
+        ),
+        without="nothing is written as GGUF",
+        check=_check_gguf,
+        refuses=lambda case: case.model.family.llama_cpp is None or case.is_whole,
+        refused="{model.model_type} is not among the families that are exported as GGUF",
+        suffix=".gguf",
+        card="```sh\nllama-server -m FILE.gguf\n```",
+        use=_use_gguf,
+        server="llama.cpp",
+        start=_start_llama_cpp,
+    ),
+    COMPRESSED: ExportFormat(
+        title=COMPRESSED,
+        plan="finetune.export.formats.compressed_tensors_export:plan_compressed",
+        package="compressed_tensors",
+        install=COMPRESSED,
+        is_folder=True,
+        holds_base=True,
+        keys=(
+            ExportKey(
+                name="quantization", flag="--quantization", metavar="SCHEME",
+                help="of compressed-tensors: fp8-fp8, int8-int8, int8, int8-int4, int4 (default: what the run was "
+                "trained for)",
+                recipe_key="export_quantization",
+            ),
+            ExportKey(
+                name="group_size", flag="--group-size", metavar="N",
+                help="numbers of a row under one scale (default: the row)", read=int,
+            ),
+            ExportKey(
+                name="max_loss_increase", flag="--max-loss-increase", metavar="NATS",
+                help="export nothing where quantization raises the loss on the run's rows by more", read=float,
+            ),
+        ),
+        without="nothing is quantized",
+        check=_check_compressed,
+        refuses=lambda case: case.model.experts or case.is_whole,
+        refused="{name} is a mixture or has a vision tower, which is not quantized",
+    ),
+}  # fmt: skip
+if TYPE_CHECKING:
+    ExportFormatName = str
+else:
+    ExportFormatName = Literal[tuple(EXPORT_FORMATS)]
+
+
+def list_keys() -> list[ExportKey]:
+    """The keys of all formats."""
+    return [key for row in EXPORT_FORMATS.values() for key in row.keys]
+
+
+def find_format_of(path: Path) -> ExportFormat | None:
+    """The format whose files end as the existing file at `path` does; None where there is none."""
+    suffix = path.suffix.lower()
+    return next((row for row in EXPORT_FORMATS.values() if row.suffix == suffix and path.is_file()), None)
+
+
+def check_formats(formats: tuple[str, ...], keys: Mapping[str, Any], *, is_model: bool) -> None:
+    """Checks what is asked of formats; no torch, no file is read.
+
+    Args:
+        formats: Their names.
+        keys: The values of `list_keys`, by name.
+        is_model: Whether a model is exported, not an adapter alone.
+
+    Raises:
+        UserError: Where a format is unknown, a key has a wrong value or no format to go with, or a package is missing.
+    """
+    for name, advice in NO_FORMATS.items():
+        if name in formats:
+            raise UserError(f"--format: {name}: {advice}")
+    refuse_unknown("--format", formats, tuple(EXPORT_FORMATS))
+    if not formats:
+        raise UserError(f"--format: empty; one or more of {', '.join(EXPORT_FORMATS)} are expected")
+    for name, row in EXPORT_FORMATS.items():
+        if name in formats:
+            row.check(keys, is_model)
+            if row.package is not None and not is_installed(row.package):
+                raise UserError(f"--format {name}: needs the package: pip install {row.install or row.package}")
+            continue
+        for key in row.keys:
+            if keys[key.name] not in (None, (), []):
+                raise UserError(f"{key.flag}: {row.without}; add --format {name}")
