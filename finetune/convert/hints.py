@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from finetune.config.other_names import SOURCES_FORM
+from finetune.config.other_names import IN_ACCELERATE_FILE, SOURCES_FORM
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.convert.counterparts import NOTES, TOOL_NAMES, Counterpart, Tool, list_counterparts
 
@@ -66,7 +66,7 @@ def explain_key(key: str) -> tuple[str, str] | None:
     >>> explain_key("sequence_len"), explain_key("lora_rank")[1].partition(";")[0]
     (('max_length', "Axolotl's name; here it is max_length"), "LLaMA-Factory's and torchtune's name")
     """
-    if "." in key:
+    if "." in key or key in IN_ACCELERATE_FILE:  # of which the reader knows more
         return None
     pairs = {tool: pair for tool in FLAT if (pair := _find(key, tool)) is not None}
     pairs = {tool: pair for tool, pair in pairs.items() if pair.ours} or pairs

@@ -67,6 +67,7 @@ def make_ours(name: str, row: dict[str, str], tokenizer: Any, folder: Path, *, t
     recipe = convert_file(file).recipe
     tokenizer.chat_template = read_template(recipe["chat_template"]) if "chat_template" in recipe else None
     source = DatasetSource(**recipe["datasets"][0])
+    assert source.answers_apart or name != "alpaca"
     data = Data(datasets=(source,), assistant_only_loss=recipe.get("assistant_only_loss", True), dataset_num_proc=1)
     batch = RowBatch("rows.jsonl", (0,), (row,))
     (tokens,) = tokenize_rows([(source, batch)], data, tokenizer, SourceStats())
