@@ -281,7 +281,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
 
     >>> row = {"prompt": "2+2=", "completion": " 5", "label": False}
     >>> parse_ratings(row, DatasetSource(path="sums.jsonl")).groups
-    (Group(documents=(Completion(prompt='2+2=', completion=' 5'),), rating=-1),)
+    (Group(documents=(Completion(prompt='2+2=', completion=' 5'),), rating=-1, score=None),)
     """
     if source.label_column is None and None not in find_sides(row, source):
         parsed = parse_pair(row, source)

@@ -41,7 +41,7 @@ def head_of(model: Any) -> Any:
 
 def has_scores(model: Any) -> bool:
     """Whether the output head computes scores of a document, and not of the tokens of a vocabulary."""
-    return model.get_output_embeddings() is None and isinstance(getattr(model, SCORES, None), nn.Linear)
+    return isinstance(getattr(model, SCORES, None), nn.Linear) and model.get_output_embeddings() is None
 
 
 def language_model_of(model: Any) -> Any:

@@ -268,7 +268,9 @@ def test_rows_of_another_method_are_refused_or_skipped(prepare: Prepare, tmp_pat
         prepare([{"path": path}], method="dpo")
     assert prepare([{"path": path}], method="dpo", on_bad_row="skip").report.as_json()["pairs"] == 1
     pair = str(write_lines(tmp_path / "b.jsonl", [{"prompt": "Q", "chosen": "A", "rejected": "B"}]))
-    with pytest.raises(UserError, match=r"b\.jsonl:1: rejected: method: dpo or orpo or simpo learns from pairs; to"):
+    with pytest.raises(
+        UserError, match=r"b\.jsonl:1: rejected: method: dpo or orpo or simpo or reward learns from pairs; to"
+    ):
         prepare([{"path": pair}])
     with pytest.raises(
         UserError, match="chosen_column has no effect with method: sft; it is for dpo, orpo, simpo, kto"

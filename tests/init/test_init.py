@@ -301,7 +301,7 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         (("--model", llama, "--data", ""), "--data: empty; leave the flag out to be asked, or give a value"),
         (
             ("--model", llama, "--data", pairs, "--method", "sft"),
-            f"{pairs}: rejected: method: dpo or orpo or simpo learns from pairs; to train on the chosen answers alone, pass "
+            f"{pairs}: rejected: method: dpo or orpo or simpo or reward learns from pairs; to train on the chosen answers alone, pass "
             "--completion-column chosen\n",
         ),
         (("--model", llama, "--data", counts), f"{counts}: answer: text is expected, found 3 (int); write it as text"),
@@ -319,7 +319,7 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         ),
         (
             ("--model", llama, "--data", pairs, "--method", "lora", "--gpus", 0),
-            "--method: lora is what is trained: --train lora; --method says what it learns from: dpo, orpo, simpo, kto",
+            "--method: lora is what is trained: --train lora; --method says what it learns from: dpo, orpo, simpo, reward, kto",
         ),
         (("--model", llama, "--data", pairs, "--train", "dora", "--gpus", 0), "--train: dora: one of auto, full, lora"),
         (

@@ -360,8 +360,9 @@ def test_later_updates_on_the_same_completions_are_those_of_a_plain_loop(again: 
         assert [step[name] for name in RATIO_SHARES] == pytest.approx(shares.tolist(), abs=1e-6)
     assert step["step"] == 3 and step["clip_ratio"] > 0.05 and step["log_ratio/mean"] > 0.05
     assert step["ratio/outside"] > step["clip_ratio"]
-    said, memory, made = last_screen(again, 3)
+    said, memory, seconds, made = last_screen(again, 3)
     assert made.endswith(str(again / "completions.jsonl")) and memory.endswith("GiB planned")
+    assert seconds.startswith("time    ")
     outside = sum(line["ratio/outside"] for line in steps_of(again)) / 3
     assert said.startswith(
         f"ratios  of training to sampling: {outside:.2%} of the tokens outside the bounds, mean squared"
@@ -422,7 +423,8 @@ def test_the_report_shows_what_was_sampled_and_its_rewards(runs: Callable[..., P
     of_size = page[page.index("Effective sample size") :]
     labels = re.findall(r">([\d.]+)</span>", of_size[: of_size.index("</figure>")])
     assert labels[:6] == ["0", "20", "40", "60", "80", "100"]
-    shares = re.findall(r'<i style="width:([\d.]+)%"></i>', page)
+    of_ratios = page[page.index("Probability ratios <small>") :]
+    shares = re.findall(r'<i style="width:([\d.]+)%"></i>', of_ratios[: of_ratios.index("</table>")])
     assert len(shares) == 3 * len(RATIO_SHARES) and shares.count("100.0") == 3, shares
     for title in (
         "Reward",

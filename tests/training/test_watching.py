@@ -73,9 +73,9 @@ def test_a_best_step_without_a_checkpoint_does_not_keep_the_run_from_its_export(
     """It was evaluated and not saved, or lies in the folder that the run was resumed from."""
     said, exported = list[str](), list[Path | None]()
     recipe = SimpleNamespace(checkpoint=SimpleNamespace(keep_best_checkpoint=True))
-    run: Any = SimpleNamespace(recipe=recipe, folder=tmp_path, log=SimpleNamespace(say=said.append))
+    run: Any = SimpleNamespace(recipe=recipe, folder=tmp_path, log=SimpleNamespace(say=said.append), phases=None)
     monkeypatch.setattr(
-        "finetune.export.export.export_run", lambda folder, checkpoint, log: exported.append(checkpoint)
+        "finetune.export.export.export_run", lambda folder, checkpoint, log, phases: exported.append(checkpoint)
     )
     lifecycle.export(run, Progress(step=9, best_step=5, best_eval_loss=1.0))
     step_folder(tmp_path, 5).mkdir(parents=True)
