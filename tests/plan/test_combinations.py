@@ -63,6 +63,7 @@ TECHNIQUES: dict[str, Recipe] = {
     "DoRA (`use_dora`)": replace(PLAIN, lora=replace(PEFT, use_dora=True)),
     "QLoRA (`load_in_4bit`)": replace(PLAIN, lora=PEFT, quantization=Quantization(load_in_4bit=True)),
     "`method: dpo`, orpo, simpo, kto": replace(PLAIN, method=Method(method="dpo")),
+    "`method: reward`, classify": replace(PLAIN, method=Method(method="reward")),
     "FP8": PLAIN,
     "`quantization_aware_training`": replace(
         PLAIN, quantization_aware=QuantizationAware(quantization_aware_training="int8-int4")
