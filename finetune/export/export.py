@@ -121,6 +121,9 @@ def export_source(
     _check_output_is_apart(source, output)
     title = output.parent.name if output.parent == source.run else output.name
     target = describe_target(source.description, trust_remote_code=options.trust_remote_code)
+    others = sorted(set(options.formats) - {SAFETENSORS})
+    if has_scores(target.model) and others:
+        raise UserError(f"{source.path}: {others[0]} has no head of scores; export safetensors, and no other format")
     if source.adapter is not None and options.verify:
         refuse_idle(source.adapter, str(source.path))
     merge = choose_merge(source, target, options, log)  # with all cores: it computes more than it reads

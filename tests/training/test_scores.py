@@ -16,8 +16,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.reader import read_recipe
 from finetune.errors import UserError
+from finetune.export.export import export
 from finetune.plan.architecture import read_architecture, set_scores
 from tests.conftest import make_tokenizer
 from tests.models import sweep
@@ -328,3 +330,12 @@ def test_chat_scores_what_is_said(runs: Callable[[str, str], Path], capsys: pyte
         assert shown == pytest.approx(
             {opened.config.id2label[i]: float(score) for i, score in enumerate(scores)}, abs=1e-4
         )
+
+
+@pytest.mark.parametrize("format_name", sorted(EXPORT_FORMATS.keys() - {"safetensors"}))
+def test_other_formats_are_refused_by_the_command_too(
+    format_name: str, runs: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="has no head of scores; export safetensors"):
+        export(runs("single", "reward"), tmp_path / "out", formats=["safetensors", format_name], log=lambda _: None)
+    assert not (tmp_path / "out").exists()
