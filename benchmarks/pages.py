@@ -50,9 +50,17 @@ learning_rate: 1e-5
 
 # What most recipes need, in the order of a file.
 USUAL = (
-    "model_name_or_path", "accelerate_config", "datasets", "eval_split_size", "max_length", "global_batch_size",
-    "num_train_epochs", "learning_rate", "use_peft", "eval_steps",
-)  # fmt: skip
+    "model_name_or_path",
+    "accelerate_config",
+    "datasets",
+    "eval_split_size",
+    "max_length",
+    "global_batch_size",
+    "num_train_epochs",
+    "learning_rate",
+    "use_peft",
+    "eval_steps",
+)
 
 TITLES = {
     "model": "Model",
