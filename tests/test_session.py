@@ -225,7 +225,7 @@ def test_ctrl_c_while_data_are_read_leaves_the_process_free(tmp_path: Path, monk
 
     recipe = finetune.load_recipe("quickstart", output_dir=tmp_path / "run")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("finetune.session.prepare_data", interrupt)
+        patched.setattr("finetune.training.opening.prepare_data", interrupt)
         finetune.Session(recipe, "single")
     finetune.Session(recipe, "single").close()
 
