@@ -25,9 +25,9 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import with_recipe_keys
 from finetune.config.layout import Sharding
 from finetune.config.pretrained import complete_lora
+from finetune.config.reader import expect_recipe
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
-from finetune.config.user_code import expect_recipe
 from finetune.constants import EXPORT
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
@@ -44,7 +44,7 @@ from finetune.models.probe import check_training_forward
 from finetune.optim.optimizers import build_optimizer
 from finetune.plan.architecture import find_local_facts
 from finetune.training.callbacks import Hooks
-from finetune.training.evaluate import SAMPLE_TOKENS, answer
+from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
 from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives
 from finetune.training.objectives.policy import PolicyObjective
@@ -73,6 +73,14 @@ class Update(NamedTuple):
     is_skipped: bool  # the loss or gradient was not finite, and on_nonfinite is skip: nothing was updated
 
 
+class SampledAnswer(NamedTuple):
+    """An answer of `Session.sample`."""
+
+    text: str
+    token_ids: tuple[int, ...]  # with the token that ends it
+    log_probabilities: tuple[float, ...]  # of each token, at the temperature that it was drawn with; at 1 where greedy
+
+
 class Loaded(NamedTuple):
     """What is trained, and what is minimized."""
 
@@ -94,11 +102,13 @@ class Session:
         session.export()
     """
 
-    def __init__(self, recipe: Recipe, config: Sharding | str | None = None, *, saves: bool = True) -> None:
+    def __init__(
+        self, recipe: Recipe | str | Path, config: Sharding | str | None = None, *, saves: bool = True
+    ) -> None:
         """Joins the ranks that a launcher has started (a process without one is alone), and locks the run's folder.
 
         Args:
-            recipe: Of `finetune.load_recipe`.
+            recipe: Of `finetune.load_recipe`, or a file, or a name in recipes/.
             config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
             saves: False where nothing will be saved: no folder is made.
 
@@ -364,25 +374,39 @@ class Session:
         prompts: Sequence[str | Sequence[Mapping[str, Any]]],
         max_new_tokens: int = SAMPLE_TOKENS,
         temperature: float = 0.0,
-    ) -> list[str]:
+        *,
+        num_samples: int = 1,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> list[SampledAnswer]:
         """Answers each prompt (a user's turn, or messages) by the model as it is.
 
         Args:
             prompts: The same on all ranks.
             max_new_tokens: Of an answer, at most.
-            temperature: 0: greedily. Above it, tokens are drawn, by the recipe's seed and the steps done.
+            temperature: 0: greedily. Above it, tokens are drawn.
+            num_samples: Answers of each prompt, which stand one after another in the list.
+            stop: Texts at which an answer ends, beside the tokens that end a turn.
+            seed: Of the draws, together with the steps done; by default the recipe's.
         """
         if isinstance(prompts, str):
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
         if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
             raise UserError(f"sample: temperature: a number of at least 0 is expected, not {temperature!r}")
-        asked = [Prompt(prompt_ids(prompt, self.tokenizer), "") for prompt in prompts]
-        keys = self.tokenizer, self.world, self.recipe.model.eot_tokens, max_new_tokens, float(temperature)
+        if not isinstance(num_samples, int) or num_samples < 1:
+            raise UserError(f"sample: num_samples: a whole number of at least 1 is expected, not {num_samples!r}")
+        if isinstance(stop, str):
+            raise UserError(f"sample: stop: a list of texts is expected, such as [{stop!r}]")
+        asked = [Prompt(prompt_ids(prompt, self.tokenizer), "") for prompt in prompts for _ in range(num_samples)]
+        how = Generation(
+            max_new_tokens=max_new_tokens, temperature=float(temperature), stop=tuple(stop), with_log_probabilities=True
+        )
         device = self.world.device
         with self.computing(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             place = f"sample/{self.progress.step}/{self.world.tensor_group_index}"
-            torch.manual_seed(seed_of(self.recipe.run.seed, place))
-            return [sample.answer for sample in answer(self.model, asked, *keys)]
+            torch.manual_seed(seed_of(self.recipe.run.seed if seed is None else seed, place))
+            samples = answer(self.model, asked, self.tokenizer, self.world, self.recipe.model.eot_tokens, how)
+        return [SampledAnswer(each.answer, tuple(each.token_ids), tuple(each.log_probabilities)) for each in samples]
 
     def save(self) -> Path:
         """Publishes a checkpoint of the steps done, from which the command and `load` resume; returns its folder."""
