@@ -1,4 +1,4 @@
-"""Where pytest looks for examples in docstrings, a module that needs an optional package is passed over without it."""
+"""Examples in docstrings: a module that needs an optional package is skipped without it."""
 
 from importlib.util import find_spec
 

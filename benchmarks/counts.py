@@ -1,6 +1,6 @@
 """What a step does, counted on a CPU: bytes kept, operations of inductor's code, and waits of a token's step.
 
-    python benchmarks/counts.py            # a row each for dense full, LoRA, QLoRA and a mixture, then sampling
+    python benchmarks/counts.py     # dense full, LoRA, QLoRA, a mixture; then sampling
 
 A layer's bytes are those that autograd keeps for the backward beside the parameters, eager and compiled. Of the code
 that inductor writes for the layers, forward and backward, it counts the products, those among them that copy what they

@@ -1,8 +1,9 @@
 """bf16 on a CPU beside fp32, in one run: matrix products, and a step of the quickstart. The goal is a ratio of at most
 1.15.
 
-    python benchmarks/cpu_bf16.py [--rounds 5] [--native]     # --native: torch's own bf16 products, slow without
-    instructions
+    python benchmarks/cpu_bf16.py [--rounds 5] [--native]
+
+--native: torch's own bf16 products, which are slow without instructions for them.
 
 One thread, CPU seconds, in turns: what other jobs on the machine take is not counted.
 """

@@ -43,7 +43,9 @@ MARKED = """\
         {{- message['content'] | trim + '<|eot_id|>' -}}
     {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}
+{%- if add_generation_prompt -%}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+{%- endif -%}
 """
 CHUNK = 5000  # texts in a call of encode_batch; its encodings are thrown away before the next
 

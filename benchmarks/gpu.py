@@ -1,7 +1,7 @@
 """Tokens per second, MFU and peak memory on one GPU, ours beside TRL's, torchtune's and plain transformers'.
 
     python benchmarks/gpu.py --data train.jsonl --tokenizer llama3 --output benchmarks/results
-    python benchmarks/gpu.py --smoke                                      # tiny, also on a CPU: does it still run?
+    python benchmarks/gpu.py --smoke    # tiny, also on a CPU: does it still run?
 
 Weights are random and made on the device, so nothing is downloaded. Rows are real text, packed as in training;
 without --data, random ids in documents of random length. Weights and rows are the same for all: loss and gradient norm

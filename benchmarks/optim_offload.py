@@ -135,9 +135,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def build(layers: int, hidden: int, world: World) -> nn.Module:
     """A Llama with random weights, sharded."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        tie_word_embeddings=True,
+    )
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config).to(torch.float32)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are computed
@@ -172,9 +177,16 @@ def show(results: dict[str, Any]) -> str:
         numel = f"{files['parameters'] / 2e6:,.0f}M"
         moved = 2 * files["file"] / 1e6
         rates.append(
-            [numel, f"{files['file'] / 1e6:,.0f}", str(files["windows"]), f"{moved / files['pass_seconds']:,.0f}",
-             f"{moved / files['update_seconds']:,.0f}", f"{files['update_seconds']:.2f}", f"{memory['update_seconds']:.2f}"]  # noqa: E501
-        )  # fmt: skip
+            [
+                numel,
+                f"{files['file'] / 1e6:,.0f}",
+                str(files["windows"]),
+                f"{moved / files['pass_seconds']:,.0f}",
+                f"{moved / files['update_seconds']:,.0f}",
+                f"{files['update_seconds']:.2f}",
+                f"{memory['update_seconds']:.2f}",
+            ]
+        )
         rest = files["peak"] - files["parameters"] - files["gradients"]
         shown = (
             files["parameters"],

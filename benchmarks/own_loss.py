@@ -25,10 +25,10 @@ from torch import Tensor  # noqa: E402
 
 import finetune  # noqa: E402
 from benchmarks.layouts import peak, reset_peak  # noqa: E402
-from finetune import session as session_module  # noqa: E402
 from finetune.constants import IGNORE_INDEX  # noqa: E402
 from finetune.models.cross_entropy import CrossEntropyHead  # noqa: E402
 from finetune.plan.table import align_columns  # noqa: E402
+from finetune.training.objectives import user_loss  # noqa: E402
 from finetune.units import MIB  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,7 +127,7 @@ def by_logits(session: finetune.Session, batch: finetune.StepBatch) -> Callable[
         chosen = logits.log_softmax(-1).gather(-1, ids.clamp(min=0)[:, None])[:, 0]
         return chosen.masked_fill(ids == IGNORE_INDEX, 0.0)
 
-    vars(session_module)["head_log_probabilities"] = whole
+    vars(user_loss)["head_log_probabilities"] = whole
     return by_function(session, batch)
 
 

@@ -50,9 +50,17 @@ learning_rate: 1e-5
 
 # What most recipes need, in the order of a file.
 USUAL = (
-    "model_name_or_path", "accelerate_config", "datasets", "eval_split_size", "max_length", "global_batch_size",
-    "num_train_epochs", "learning_rate", "use_peft", "eval_steps",
-)  # fmt: skip
+    "model_name_or_path",
+    "accelerate_config",
+    "datasets",
+    "eval_split_size",
+    "max_length",
+    "global_batch_size",
+    "num_train_epochs",
+    "learning_rate",
+    "use_peft",
+    "eval_steps",
+)
 
 TITLES = {
     "model": "Model",
@@ -142,21 +150,31 @@ def coming_from_page() -> str:
         pairs = list_counterparts(tool)
         if tool == "TRL":
             pairs += list_counterparts(GRPO)
-        lines += ["", f"## {tool}", "", "| There | Here | |", "| --- | --- | --- |"]
-        lines += _counterparts(pairs)
+        lines += ["", f"## {tool}", "", *_counterparts(pairs)]
         unneeded = ", ".join(f"`{pair.key}`" for pair in pairs if not pair.has_effect)
         lines += ["", f"Without effect here: {unneeded}."]
-        lines += ["", "Within a data set's own entry:", "", "| There | Here | |", "| --- | --- | --- |"]
+        lines += ["", "Within a data set's own entry:", ""]
         lines += _counterparts(list_counterparts(tool, DATA_SET_KEYS))
     return "\n".join(lines) + "\n"
 
 
 def _counterparts(pairs: Iterable[Counterpart]) -> list[str]:
-    return [
-        f"| `{pair.key}` | {f'`{pair.ours}`' if pair.ours else '–'} | {pair.note} |"
-        for pair in pairs
-        if pair.has_effect and (pair.ours != pair.key or pair.note)
-    ]
+    """A table, a row for the keys of one counterpart and note; below it those that only have another name."""
+    keys_of_row: dict[tuple[str | None, str], list[str]] = {}
+    renamed = []
+    for pair in pairs:
+        if not pair.has_effect or (pair.ours == pair.key and not pair.note):
+            continue
+        if pair.ours and not pair.note:
+            renamed.append(f"`{pair.key}` is `{pair.ours}`")
+        else:
+            keys_of_row.setdefault((pair.ours, pair.note), []).append(f"`{pair.key}`")
+    lines = ["| There | Here | |", "| --- | --- | --- |"]
+    for (ours, note), keys in keys_of_row.items():
+        lines.append(f"| {', '.join(keys)} | {f'`{ours}`' if ours else '–'} | {note} |")
+    if renamed:
+        lines += ["", f"Under another name: {', '.join(renamed)}."]
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The table of docs/export.md on vLLM: its log-probabilities of prompts beside those of transformers.
 
-    python benchmarks/serving.py make FOLDER       # trains small models, exports them, and asks transformers
+    python benchmarks/serving.py make FOLDER       # trains, exports, and asks transformers
     VLLM_PYTHON benchmarks/serving.py ask FOLDER   # asks vLLM, in its own environment
     python benchmarks/serving.py table FOLDER      # writes the table into docs/export.md
 

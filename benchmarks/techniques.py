@@ -1,9 +1,9 @@
 """What each technique gains on a CPU: the same model and batches with one technique taken away at a time, in turns.
 
     python benchmarks/techniques.py --data gsm8k_train.jsonl --tokenizer stories260k [--compile]
-    python benchmarks/techniques.py --checkpointing    # what is kept of a checkpointed layer; needs no data
-    python benchmarks/techniques.py --compiled-loss    # the loss of torch_compile beside the eager one; needs no data
-    python benchmarks/techniques.py --expert-adapters  # LoRA on a mixture's experts beside peft's way; needs no data
+    python benchmarks/techniques.py --checkpointing    # what is kept of a layer; no data
+    python benchmarks/techniques.py --compiled-loss    # beside the eager loss; no data
+    python benchmarks/techniques.py --expert-adapters  # beside peft's way; no data
 
 One thread, CPU seconds: what other jobs on the machine take is not counted. The loss's memory is that of a process of
 its own at a vocabulary of 128,256.

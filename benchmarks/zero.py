@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO beside what its files are translated to here: the same losses, and the memory of a rank.
 
-    python benchmarks/zero.py --model stories260k --data gsm8k_train.jsonl      # needs `pip install deepspeed`
+    python benchmarks/zero.py --model stories260k --data gsm8k_train.jsonl   # needs deepspeed
 
 Trains the model in fp32 on CPU ranks: by DeepSpeed's own engine at stages 1, 2 and 3, and here under an Accelerate file
 that asks for each stage. Both get the same rows in the same order, the same optimizer and the same clipping; DeepSpeed

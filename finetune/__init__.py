@@ -11,13 +11,17 @@ __version__ = "0.2.0"
 PUBLIC = {
     "inference.conversation": ("Chat",),
     "api": ("RunResult", "chat", "export_run", "load_recipe", "make_plan", "prepare", "train"),
-    "session": ("Loss", "Session", "Update"),
+    "session": ("Loss", "SampledAnswer", "Session", "Update"),
     "training.callbacks": ("Callback", "Event"),
     "data.batches": ("MicroBatch", "StepBatch"),
     "config.schema": ("Recipe",),
     "errors": ("Preempted", "UserError"),
 }
 __all__ = [name for names in PUBLIC.values() for name in names]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

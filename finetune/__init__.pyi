@@ -12,6 +12,7 @@ from finetune.errors import Preempted as Preempted
 from finetune.errors import UserError as UserError
 from finetune.inference.conversation import Chat as Chat
 from finetune.session import Loss as Loss
+from finetune.session import SampledAnswer as SampledAnswer
 from finetune.session import Session as Session
 from finetune.session import Update as Update
 from finetune.training.callbacks import Callback as Callback

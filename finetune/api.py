@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.reader import add_hints, read_recipe
+from finetune.config.reader import add_hints, expect_recipe, read_recipe
 from finetune.config.schema import Recipe
-from finetune.config.user_code import expect_recipe
 from finetune.constants import ADAPTER, EXPORT
 from finetune.convert import hints
 from finetune.errors import UserError, is_notebook
@@ -47,11 +46,11 @@ def load_recipe(recipe: str | Path | None = None, **keys: Any) -> Recipe:
     return read_recipe(None if recipe is None else str(recipe), overrides, needs_data=False)
 
 
-def make_plan(recipe: Recipe, config: str | None = None, ranks: int = 1) -> "Plan":
+def make_plan(recipe: Recipe | str | Path, config: str | None = None, ranks: int = 1) -> "Plan":
     """Calculates what a run will need: `str(plan)` is what `finetune plan` prints.
 
     Args:
-        recipe: Of `load_recipe`.
+        recipe: Of `load_recipe`, or a file, or a name in recipes/.
         config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
         ranks: One for each GPU.
 
@@ -60,11 +59,11 @@ def make_plan(recipe: Recipe, config: str | None = None, ranks: int = 1) -> "Pla
     """
     from finetune.plan import plan
 
-    expect_recipe(recipe)
+    recipe = expect_recipe(recipe)
     return plan.make_plan(recipe, plan.read_planned_sharding(recipe, config, ranks), ranks)
 
 
-def prepare(recipe: Recipe) -> "PreparedData":
+def prepare(recipe: Recipe | str | Path) -> "PreparedData":
     """Reads, checks and tokenizes the recipe's data, as a run does; `.report` says what was found.
 
     Raises:
@@ -74,7 +73,7 @@ def prepare(recipe: Recipe) -> "PreparedData":
     from finetune.data.tokenizer import load_tokenizer
     from finetune.distributed.world import alone
 
-    expect_recipe(recipe)
+    recipe = expect_recipe(recipe)
     return prepare_data(recipe, load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools), alone())
 
 
@@ -104,7 +103,7 @@ class RunResult:
         return self.folder / name if (self.folder / name).is_dir() else None
 
 
-def train(recipe: Recipe, config: str | None = None, callbacks: Sequence["Callback"] = ()) -> RunResult:
+def train(recipe: Recipe | str | Path, config: str | None = None, callbacks: Sequence["Callback"] = ()) -> RunResult:
     """Trains, evaluates, saves and exports, as `finetune launch` does; resumes where a run was stopped.
 
     In a notebook the report's plots grow below the cell. To interrupt the kernel is to stop and save.
@@ -114,7 +113,7 @@ def train(recipe: Recipe, config: str | None = None, callbacks: Sequence["Callba
     Rank 0 exports; the others return before.
 
     Args:
-        recipe: Of `load_recipe`.
+        recipe: Of `load_recipe`, or a file, or a name in recipes/.
         config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
         callbacks: What is called at the run's events, after those that the recipe names.
 
@@ -125,7 +124,7 @@ def train(recipe: Recipe, config: str | None = None, callbacks: Sequence["Callba
     from finetune.run import fine_tune
     from finetune.training.training_run import run_folder
 
-    expect_recipe(recipe)
+    recipe = expect_recipe(recipe)
     if not isinstance(callbacks, list | tuple):
         raise UserError("train: callbacks: a list is expected, such as [Notify()]")
     called: list[Any] = list(callbacks)

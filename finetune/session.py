@@ -4,9 +4,9 @@ The command is built on it: `run.py` opens a session, and trains by the same fun
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -22,45 +22,39 @@ from finetune.checkpoint.resume import find_start, fingerprint_inputs, load_star
 from finetune.checkpoint.save import Saver
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
-from finetune.config.facts import adopt_quantization, with_recipe_keys
+from finetune.config.facts import with_recipe_keys
 from finetune.config.layout import Sharding
-from finetune.config.module_names import adopt_published_names
-from finetune.config.pretrained import complete_lora, load_config, read_facts, set_head, trained_config
+from finetune.config.pretrained import complete_lora
+from finetune.config.reader import expect_recipe
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
-from finetune.config.user_code import expect_recipe, explained, place_of
 from finetune.constants import EXPORT
-from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
-from finetune.data.prepare import PreparedData, batch_rows, prepare_data
-from finetune.data.tokenizer import find_pad_id, load_tokenizer, plan_vocabulary
+from finetune.data.prepare import PreparedData, batch_rows
 from finetune.distributed.join import describe_machine, join, leave, use_deterministic_kernels
 from finetune.distributed.world import RankGroup
 from finetune.errors import UserError, set_library_environment
 from finetune.export.export import export_run
-from finetune.export.logits import check_streamed_logits
 from finetune.files.phases import Phases
-from finetune.models.load import ModelSize, build_model, build_teacher, is_here, load_model, trains_tower
+from finetune.models.load import ModelSize, build_model, build_teacher, is_here, load_model
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.lora import seed_of
 from finetune.models.probe import check_training_forward
-from finetune.models.reach import BlankDocument
 from finetune.optim.optimizers import build_optimizer
 from finetune.plan.architecture import find_local_facts
 from finetune.training.callbacks import Hooks
-from finetune.training.evaluate import SAMPLE_TOKENS, answer
-from finetune.training.lifecycle import fix_template_date, make_objectives, open_run_folder, prompt_ids, start_run
-from finetune.training.objectives.distill import read_teacher_facts
+from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
+from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives
-from finetune.training.objectives.policy import PolicyObjective, check_rewards
+from finetune.training.objectives.policy import PolicyObjective
+from finetune.training.objectives.user_loss import FunctionObjective, LossFunction
+from finetune.training.opening import open_run
 from finetune.training.reference import evaluating
-from finetune.training.screens import check_offload_dir, explain_out_of_memory
+from finetune.training.screens import explain_out_of_memory
 from finetune.training.step import clip_and_update, forward_backward, handle_nonfinite, make_guard, set_learning_rate
 from finetune.training.training_run import TrainingRun
 from finetune.training.watch import SignalListener, uninterrupted
-
-LossFunction = Callable[[Tensor, MicroBatch], Tensor]
-"""What `Session.forward_backward` describes as `loss`."""
 
 
 class Loss(NamedTuple):
@@ -79,6 +73,14 @@ class Update(NamedTuple):
     is_skipped: bool  # the loss or gradient was not finite, and on_nonfinite is skip: nothing was updated
 
 
+class SampledAnswer(NamedTuple):
+    """An answer of `Session.sample`."""
+
+    text: str
+    token_ids: tuple[int, ...]  # with the token that ends it
+    log_probabilities: tuple[float, ...]  # of each token, at the temperature that it was drawn with; at 1 where greedy
+
+
 class Loaded(NamedTuple):
     """What is trained, and what is minimized."""
 
@@ -86,36 +88,6 @@ class Loaded(NamedTuple):
     size: ModelSize
     optimizer: torch.optim.Optimizer
     objectives: Objectives | None  # of the weights before training; None without data
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionObjective(Objective):
-    """A user's loss, averaged over what the recipe's method counts."""
-
-    function: LossFunction
-    counts_pairs: bool
-
-    def count(self, batch: StepBatch) -> int:
-        """The step's trained tokens, or its pairs."""
-        return batch.groups if self.counts_pairs else batch.trained_tokens
-
-    def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
-    ) -> Measured:
-        """The function's loss. A filler's is 0, so that its backward still takes part in the ranks' collectives."""
-        outputs = model(**inputs, head_function=head_log_probabilities)
-        if not micro_batch.example_ids:
-            return Measured(outputs.sum() * 0.0)
-        with explained("loss", self.function):
-            loss: object = self.function(outputs, micro_batch.with_documents())
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            given = "a tensor without a graph" if isinstance(loss, Tensor) and not loss.dim() else given
-            raise UserError(
-                f"{place_of(self.function)}loss: returned {given}; return one number with its graph, such as "
-                "-log_probabilities.sum()"
-            )
-        return Measured(loss)
 
 
 class Session:
@@ -130,11 +102,13 @@ class Session:
         session.export()
     """
 
-    def __init__(self, recipe: Recipe, config: Sharding | str | None = None, *, saves: bool = True) -> None:
+    def __init__(
+        self, recipe: Recipe | str | Path, config: Sharding | str | None = None, *, saves: bool = True
+    ) -> None:
         """Joins the ranks that a launcher has started (a process without one is alone), and locks the run's folder.
 
         Args:
-            recipe: Of `finetune.load_recipe`.
+            recipe: Of `finetune.load_recipe`, or a file, or a name in recipes/.
             config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
             saves: False where nothing will be saved: no folder is made.
 
@@ -142,58 +116,33 @@ class Session:
             UserError: For what the rules refuse, data or a tokenizer that cannot be read, fatal findings in the data,
                 or a folder that cannot be written or is in use.
         """
-        file = expect_recipe(recipe).run.accelerate_config
-        sharding = config if isinstance(config, Sharding) else read_sharding(config, file, os.environ)
-        recipe, sharding = complete_lora(recipe), with_recipe_keys(sharding, recipe)
-        set_library_environment(deterministic=recipe.run.deterministic)
+        asked = expect_recipe(recipe)
+        sharding = _read_sharding(asked, config)
+        set_library_environment(deterministic=asked.run.deterministic)
         if AcceleratorState._shared_state:
             raise UserError("a session, or an Accelerator, is open in this process; close it first")
-        self.machine = describe_machine(sharding, with_liger=recipe.model.use_liger_kernel)
+        complete = complete_lora(asked)
+        machine = describe_machine(sharding, with_liger=complete.model.use_liger_kernel)
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        local_facts = find_local_facts(recipe.model)
-        refuse_problems(find_problems(recipe, sharding, local_facts, ranks, machine=self.machine))
-        self.world = join(sharding, recipe.run.timeout_seconds)
+        local_facts = find_local_facts(complete.model)
+        refuse_problems(find_problems(complete, sharding, local_facts, ranks, machine=machine))
+        self.world = join(sharding, complete.run.timeout_seconds)
         self.phases = Phases()
-        self._open = ExitStack()
+        self.progress = Progress()
+        self.signals = SignalListener()  # which the command enters; a script's signals are its own
+        self._backward: list[tuple[StepBatch, Measured]] = []  # since the last update
+        self._is_resumed = False
         self._is_closed = False
-        self._open.callback(leave, self.world)
+        self._exit = ExitStack()
+        self._exit.callback(leave, self.world)
         try:
-            self._read(recipe, ranks, saves=saves)
+            self._opened = open_run(complete, self.world, machine, self.phases, saves=saves)
         except BaseException:  # Ctrl-C in a notebook too, which then could open no other session
             if self.world.size == 1:  # as in __exit__
                 self.close()
             raise
-
-    def _read(self, recipe: Recipe, ranks: int, *, saves: bool) -> None:
-        """Reads all but the weights, and asks the rules once more, with what config and tokenizer say."""
-        self._folder = open_run_folder(recipe, self.world) if saves else None
-        self.tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
-        if self._folder is not None:
-            recipe = fix_template_date(recipe, self._folder, self.tokenizer, self.world)
-        self._vocabulary = plan_vocabulary(self.tokenizer, recipe.model)
-        config = load_config(recipe.model, self._vocabulary)
-        facts = read_facts(config, recipe.model.model_name_or_path, len(self.tokenizer))
-        recipe = adopt_published_names(recipe, facts.model_type)
-        teacher = read_teacher_facts(recipe, self.tokenizer)
-        refuse_problems(find_problems(recipe, self.world.sharding, facts, ranks, teacher=teacher, machine=self.machine))
-        recipe = adopt_quantization(recipe, facts)
-        check_offload_dir(recipe, self.world)
-        config = trained_config(config, recipe.model)
-        self._scores = recipe.score_names, find_pad_id(self.tokenizer)
-        set_head(config, *self._scores)
-        RankGroup(self.world).on_main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
-        self._data: PreparedData | None = None  # all rows are given
-        if recipe.data.datasets:
-            with self.phases.timed("data"):
-                self._data = prepare_data(recipe, self.tokenizer, self.world.data_parallel)
-            recipe = self._data.complete_recipe(recipe)
-            if recipe.rollout.rewards or recipe.rollout.tools:
-                check_rewards(recipe, self.world, self._data)
-        self.recipe = recipe
-        self.progress = Progress()
-        self._backward: list[tuple[StepBatch, Measured]] = []  # since the last update
-        self._is_resumed = False
-        self.signals = SignalListener()  # which the command enters; a script's signals are its own
+        self.recipe = self._opened.recipe
+        self.tokenizer = self._opened.tokenizer
 
     def __enter__(self) -> "Session":
         return self
@@ -206,7 +155,7 @@ class Session:
 
     def close(self) -> None:
         """Leaves the other ranks. Afterwards the process can open another session."""
-        self._open.close()
+        self._exit.close()
         self._is_closed = True
 
     def _refuse_closed(self, what: str) -> None:
@@ -226,41 +175,46 @@ class Session:
     @property
     def folder(self) -> Path:
         """The run's folder."""
-        assert self._folder is not None, "saves=False: this session has no folder"
-        return self._folder
+        assert self._opened.folder is not None, "saves=False: this session has no folder"
+        return self._opened.folder
 
     @property
     def data(self) -> PreparedData:
         """The recipe's data, for this rank. Raises `UserError` if the recipe names no data."""
-        if self._data is None:
+        if self._opened.data is None:
             raise UserError("the recipe names no data; set datasets, or give rows to forward_backward")
-        return self._data
+        return self._opened.data
 
     @cached_property
     def inputs(self) -> dict[str, str]:
         """A hash of each thing that the recipe names, which checkpoints keep."""
-        return fingerprint_inputs(self.recipe, self.tokenizer, self._data, self.world)
+        return fingerprint_inputs(self.recipe, self.tokenizer, self._opened.data, self.world)
 
     @cached_property
     def _loaded(self) -> Loaded:
         recipe = self.recipe
-        world = self.world
-        data = self._data
-        folder = self._folder
-        keys = recipe.quantization, recipe.optimization, self._vocabulary, recipe.quantization_aware
+        data = self._opened.data
         with self.phases.timed("weights"), self.computing():
-            images = self._blank_document
-            keywords: Any = {"blank_document": images, "scores": self._scores}
-            model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys, **keywords)
-            if data is not None and data.report.is_complete and data.images is None and trains_tower(model):
-                raise UserError(
-                    "trainable_modules: names parts of the model that only images reach, and no row holds one; "
-                    "name parts of the language model"
-                )
-            optimizer = build_optimizer(model, recipe.optimization, world)
-            check_training_forward(model, recipe.model, recipe.data, world)
-            objectives = data and make_objectives(model, recipe, data, self.inputs, self.signals, world, folder)
-        return Loaded(model, size, optimizer, objectives or None)
+            model, size = load_model(
+                recipe.model,
+                recipe.lora,
+                recipe.run.seed,
+                self.world,
+                recipe.quantization,
+                recipe.optimization,
+                self._opened.vocabulary,
+                recipe.quantization_aware,
+                self._opened.blank_document,
+                self._opened.scores,
+            )
+            self._opened.refuse_unreached_tower(model)
+            optimizer = build_optimizer(model, recipe.optimization, self.world)
+            check_training_forward(model, recipe.model, recipe.data, self.world)
+            objectives = None
+            if data is not None:
+                folder = self._opened.folder
+                objectives = make_objectives(model, recipe, data, self.inputs, self.signals, self.world, folder)
+        return Loaded(model, size, optimizer, objectives)
 
     def check_model(self) -> None:
         """What loading the model and its teacher would find wrong with files and keys, by the headers of the weights.
@@ -268,20 +222,20 @@ class Session:
         Nothing is downloaded for it: what is not on this machine is not looked at. Raises `UserError`.
         """
         recipe = self.recipe
-        images = self._blank_document
-        keys = recipe.quantization, recipe.optimization, self._vocabulary
         if is_here(recipe.model):
-            keywords: Any = {"blank_document": images, "scores": self._scores}
-            build_model(recipe.model, recipe.lora, recipe.run.seed, self.world, *keys, **keywords)
+            build_model(
+                recipe.model,
+                recipe.lora,
+                recipe.run.seed,
+                self.world,
+                recipe.quantization,
+                recipe.optimization,
+                self._opened.vocabulary,
+                self._opened.blank_document,
+                self._opened.scores,
+            )
         if recipe.teacher is not None and is_here(recipe.teacher):
             build_teacher(recipe, self.world)
-
-    @property
-    def _blank_document(self) -> BlankDocument | None:
-        """Of a small image, for a model whose rows may hold images; None where none holds one."""
-        data = self._data
-        has_images = data is None or not data.report.is_complete or data.images is not None
-        return self.tokenizer.images.make_blank_document if has_images else None
 
     @property
     def model(self) -> nn.Module:
@@ -291,11 +245,12 @@ class Session:
     @cached_property
     def _saver(self) -> Saver:
         loaded = self._loaded
-        keys = self.folder, loaded.model, loaded.optimizer, self.world, self.recipe, self.tokenizer, self.inputs
         options: dict[str, Any] = {"carried_bytes": loaded.size.carried_bytes}
         if loaded.objectives is not None:
             options["describe_files"] = loaded.objectives.training.describe_files
-        return Saver(*keys, **options)
+        return Saver(
+            self.folder, loaded.model, loaded.optimizer, self.world, self.recipe, self.tokenizer, self.inputs, **options
+        )
 
     @cached_property
     def _guard(self) -> Any:
@@ -387,16 +342,12 @@ class Session:
         world = self.world
         batch, measured = _together(self._backward, self.progress.step)
         if learning_rate is None:
-            if self._data is None and keys.max_steps is None:
-                raise UserError(
-                    "optim_step: the recipe has no data and no max_steps to schedule by; give learning_rate"
-                )
-            steps = keys.max_steps or self.data.train.steps
-            learning_rate = compute_learning_rate(self.progress.step, keys.schedule(steps))
+            learning_rate = self._scheduled_rate()
         optimizer = self._loaded.optimizer
         guard = self._guard
         set_learning_rate(optimizer, learning_rate)
-        before_update = self._saver.before_update if "_saver" in vars(self) else lambda: None
+        has_saved = "_saver" in vars(self)
+        before_update = self._saver.before_update if has_saved else _do_nothing
         with uninterrupted():  # what is updated is counted
             with self._or_no_gradients():
                 result = clip_and_update(
@@ -410,30 +361,52 @@ class Session:
             self.progress = self.progress.after_step(batch, is_skipped=is_skipped)
         return Update(self.progress.step, learning_rate, float(result.grad_norm), is_skipped)
 
+    def _scheduled_rate(self) -> float:
+        """The learning rate of the next step, by the recipe's schedule."""
+        keys = self.recipe.optimization
+        if self._opened.data is None and keys.max_steps is None:
+            raise UserError("optim_step: the recipe has no data and no max_steps to schedule by; give learning_rate")
+        steps = keys.max_steps or self.data.train.steps
+        return compute_learning_rate(self.progress.step, keys.schedule(steps))
+
     def sample(
         self,
         prompts: Sequence[str | Sequence[Mapping[str, Any]]],
         max_new_tokens: int = SAMPLE_TOKENS,
         temperature: float = 0.0,
-    ) -> list[str]:
+        *,
+        num_samples: int = 1,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> list[SampledAnswer]:
         """Answers each prompt (a user's turn, or messages) by the model as it is.
 
         Args:
             prompts: The same on all ranks.
             max_new_tokens: Of an answer, at most.
-            temperature: 0: greedily. Above it, tokens are drawn, by the recipe's seed and the steps done.
+            temperature: 0: greedily. Above it, tokens are drawn.
+            num_samples: Answers of each prompt, which stand one after another in the list.
+            stop: Texts at which an answer ends, beside the tokens that end a turn.
+            seed: Of the draws, together with the steps done; by default the recipe's.
         """
         if isinstance(prompts, str):
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
         if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
             raise UserError(f"sample: temperature: a number of at least 0 is expected, not {temperature!r}")
-        asked = [Prompt(prompt_ids(prompt, self.tokenizer), "") for prompt in prompts]
-        keys = self.tokenizer, self.world, self.recipe.model.eot_tokens, max_new_tokens, float(temperature)
+        if not isinstance(num_samples, int) or num_samples < 1:
+            raise UserError(f"sample: num_samples: a whole number of at least 1 is expected, not {num_samples!r}")
+        if isinstance(stop, str):
+            raise UserError(f"sample: stop: a list of texts is expected, such as [{stop!r}]")
+        asked = [Prompt(prompt_ids(prompt, self.tokenizer), "") for prompt in prompts for _ in range(num_samples)]
+        how = Generation(
+            max_new_tokens=max_new_tokens, temperature=float(temperature), stop=tuple(stop), with_log_probabilities=True
+        )
         device = self.world.device
         with self.computing(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             place = f"sample/{self.progress.step}/{self.world.tensor_group_index}"
-            torch.manual_seed(seed_of(self.recipe.run.seed, place))
-            return [sample.answer for sample in answer(self.model, asked, *keys)]
+            torch.manual_seed(seed_of(self.recipe.run.seed if seed is None else seed, place))
+            samples = answer(self.model, asked, self.tokenizer, self.world, self.recipe.model.eot_tokens, how)
+        return [SampledAnswer(each.answer, tuple(each.token_ids), tuple(each.log_probabilities)) for each in samples]
 
     def save(self) -> Path:
         """Publishes a checkpoint of the steps done, from which the command and `load` resume; returns its folder."""
@@ -471,8 +444,21 @@ class Session:
         """The run that the command trains, from the progress so far: its log, and its first screen."""
         model, size, optimizer, objectives = self._loaded
         assert objectives is not None, "without data nothing is prepared to train on"
-        keys = self.recipe, self.world, self.folder, self.tokenizer, self.data
-        return start_run(*keys, model, size, optimizer, objectives, self.progress, self.inputs, hooks, self.phases)
+        return start_run(
+            self.recipe,
+            self.world,
+            self.folder,
+            self.tokenizer,
+            self.data,
+            model,
+            size,
+            optimizer,
+            objectives,
+            self.progress,
+            self.inputs,
+            hooks,
+            self.phases,
+        )
 
     def _objective(self, loss: LossFunction | str | None, *, has_own_rows: bool) -> Objective:
         facts = self.recipe.method_facts
@@ -496,6 +482,19 @@ class Session:
                 "pass a batch of `batches()`, or pass a loss function"
             )
         return self._loaded.objectives.training
+
+
+def _read_sharding(recipe: Recipe, config: Sharding | str | None) -> Sharding:
+    """How `config`, or else the recipe's Accelerate file, shards the model, with the recipe's own keys."""
+    if isinstance(config, Sharding):
+        sharding = config
+    else:
+        sharding = read_sharding(config, recipe.run.accelerate_config, os.environ)
+    return with_recipe_keys(sharding, recipe)
+
+
+def _do_nothing() -> None:
+    return
 
 
 def _together(parts: Sequence[tuple[StepBatch, Measured]], step: int) -> tuple[StepBatch, Measured]:

@@ -161,7 +161,8 @@ def train_on_rows(folder: Path, layout: str, model: str) -> dict[str, Any]:
         session.forward_backward(ROWS[:2], lambda found, batch: -found.sum())
         parts = session.forward_backward(ROWS[2:], lambda found, batch: -found.sum())
         halves = (parts.loss, session.optim_step(learning_rate=0.0).grad_norm)
-        answers = session.sample(["What is two in digits?", ROWS[2]["messages"][:1]], max_new_tokens=4)
+        sampled = session.sample(["What is two in digits?", ROWS[2]["messages"][:1]], max_new_tokens=4)
+        answers = [each.text for each in sampled]
     return {"whole": whole, "halves": halves, "answers": answers}
 
 

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from benchmarks.api_page import PAGE, make_page
+from finetune.config.layout import Sharding
 from finetune.constants import loss_chunk_tokens
+from finetune.training.lifecycle import prompt_ids
 from finetune.training.objectives.objective import Measured
 from finetune.training.watch import uninterrupted
 from tests.conftest import make_model
@@ -153,7 +155,7 @@ def main() -> Path:
         for batch in session.batches():
             loss, metrics = session.forward_backward(batch, focal)
             update = session.optim_step(learning_rate=1e-3)
-            print(update.step, loss + update.grad_norm, metrics.get("kl"), session.sample(["Hello?"])[0].upper())
+            print(update.step, loss + update.grad_norm, metrics.get("kl"), session.sample(["Hello?"])[0].text.upper())
         checkpoint = session.save()
     run: finetune.RunResult = finetune.train(recipe, callbacks=[Notify()])
     print(finetune.chat(run).ask("What is two?"), checkpoint.name, str(finetune.make_plan(recipe)), run.metrics[0])
@@ -225,7 +227,7 @@ def test_ctrl_c_while_data_are_read_leaves_the_process_free(tmp_path: Path, monk
 
     recipe = finetune.load_recipe("quickstart", output_dir=tmp_path / "run")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("finetune.session.prepare_data", interrupt)
+        patched.setattr("finetune.training.opening.prepare_data", interrupt)
         finetune.Session(recipe, "single")
     finetune.Session(recipe, "single").close()
 
@@ -257,8 +259,41 @@ def test_answers_are_drawn_at_a_temperature_and_draw_nothing_of_the_runs_random_
         drawn = session.sample(prompts, max_new_tokens=12, temperature=1.0)
         assert len(set(drawn)) == 8, "random weights give about equal probabilities"
         assert session.sample(prompts, max_new_tokens=12, temperature=1.0) == drawn, "by the seed and the step"
-        assert len(set(session.sample(prompts, max_new_tokens=12))) == 1, "greedily"
+        assert len({each.token_ids for each in session.sample(prompts, max_new_tokens=12)}) == 1, "greedily"
+        together = session.sample(prompts[:1], max_new_tokens=12, temperature=1.0, num_samples=8)
+        assert together == drawn
+        other = session.sample(prompts, max_new_tokens=12, temperature=1.0, seed=7)
+        assert other != drawn
         assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_log_probabilities_of_answers_are_those_of_a_plain_forward(tmp_path: Path, temperature: float) -> None:
+    recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
+    prompts = ["What is two in digits?", "Hello, what is forty-two in digits?"]
+    with finetune.Session(recipe, Sharding(layout="single", mixed_precision="no", use_cpu=True)) as session:
+        answers = session.sample(prompts, max_new_tokens=10, temperature=temperature, num_samples=2)
+        for place, each in enumerate(answers):
+            prompt = prompt_ids(prompts[place // 2], session.tokenizer)
+            ids = torch.tensor([[*prompt, *each.token_ids]])
+            with torch.no_grad():
+                logits = session.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+            of_all = (logits / (temperature or 1.0)).log_softmax(-1)
+            expected = of_all.gather(-1, torch.tensor(each.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(each.log_probabilities), expected, rtol=0, atol=1e-5)
+            assert each.text == session.tokenizer.decode(each.token_ids, skip_special_tokens=True).strip()
+
+
+def test_an_answer_ends_at_a_text_of_ones_own(tmp_path: Path) -> None:
+    recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
+    with finetune.Session(recipe, "single") as session:
+        (whole,) = session.sample(["Hello?"], max_new_tokens=24, temperature=1.0)
+        stop = next(letter for letter in whole.text[4:] if letter.isalnum())
+        (cut,) = session.sample(["Hello?"], max_new_tokens=24, temperature=1.0, stop=[stop])
+        assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
+        assert stop in session.tokenizer.decode(cut.token_ids)
+        assert stop not in session.tokenizer.decode(cut.token_ids[:-1])
+        assert len(cut.log_probabilities) == len(cut.token_ids) < len(whole.token_ids)
 
 
 def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
@@ -274,6 +309,8 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
             (lambda: session.batches(), "names no data"),
             (lambda: session.sample("What?"), "a list of prompts is expected"),
             (lambda: session.sample(["What?"], temperature=-1), "sample: temperature: a number of at least 0"),
+            (lambda: session.sample(["What?"], num_samples=0), "sample: num_samples: a whole number of at least 1"),
+            (lambda: session.sample(["What?"], stop="."), "sample: stop: a list of texts"),
             (
                 lambda: session.forward_backward(ROWS, "cross-entropy"),
                 "'cross-entropy': a function is expected, or cross_entropy",
@@ -360,10 +397,15 @@ def test_what_fails_leaves_no_gradient_behind(tmp_path: Path, monkeypatch: pytes
             closed()
 
 
+def test_a_recipe_is_given_by_its_name() -> None:
+    assert str(finetune.make_plan("quickstart")) == str(finetune.make_plan(finetune.load_recipe("quickstart")))
+    assert {"Session", "load_recipe", "train"} <= {*dir(finetune)}
+
+
 def test_a_script_that_gives_something_else_is_told_what(tmp_path: Path) -> None:
-    given: Any = "quickstart"
+    given: Any = 7
     for act in (finetune.train, finetune.Session, finetune.prepare, finetune.make_plan):
-        with pytest.raises(finetune.UserError, match="'quickstart' is no recipe; give load_recipe"):
+        with pytest.raises(finetune.UserError, match="7 is no recipe; give load_recipe"):
             act(given)
     one: Any = finetune.Callback()
     with pytest.raises(finetune.UserError, match=r"a list is expected, such as \[Notify\(\)\]"):

@@ -1,4 +1,4 @@
-"""Modal: `modal run examples/launch/modal_app.py --recipe llama31_8b_lora`, in a clone of the repository."""
+"""Modal: `modal run examples/launch/modal_app.py --recipe llama31_8b_lora`, in a clone."""
 
 import subprocess
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""Ray: `python examples/launch/ray_job.py --ranks 2 -- --recipe quickstart --config ddp`, on a cluster or one machine.
+"""Ray: `python examples/launch/ray_job.py --ranks 2 -- --recipe quickstart --config ddp`.
 
-One actor for each rank, with a GPU where the cluster has any; the first rank's machine is the meeting point.
+On a cluster or one machine: one actor for each rank, with a GPU where the cluster has any. The
+ranks meet at the first rank's machine.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     runs/<run_name>/checkpoints/
       step-00000100/        manifest.json (written last), model/, optimizer/, state.json
       .staging-00000200/    being written; never read
-      .replaced-00000100/   a published step that is about to be replaced by a newer one of the same number
+      .replaced-00000100/   a published step that a newer one of its number is about to replace
       .pruned-00000050/     about to be removed
-      damaged-00000150/     did not verify when the run resumed below it; kept until the run has saved that step again
+      damaged-00000150/     did not verify at a resume; kept until the run saves that step again
 
 A checkpoint gets its name by one rename, after all its bytes are on disk.
 """

@@ -62,8 +62,9 @@ FP8_KEYS = {
 # Keys for the other backends. The launcher exports some of them whatever the backend.
 OTHER_BACKEND_KEYS = frozenset(
     """
-    use_autocast_during_eval margin interval format amax_history_len amax_history_length amax_compute_algo
-    amax_compute_algorithm override_linear_precision opt_level optimization_level
+    use_autocast_during_eval margin interval format amax_history_len amax_history_length
+    amax_compute_algo amax_compute_algorithm override_linear_precision opt_level
+    optimization_level
     """.split()  # noqa: SIM905 - a name a line would be a page
 )
 OTHER_BACKENDS = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}

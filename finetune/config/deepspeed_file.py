@@ -28,20 +28,23 @@ VARIABLES = {
 # Without a counterpart, and nothing is lost: how the engine loads, saves, is launched and reports.
 WITHOUT_EFFECT = frozenset(
     """
-    zero3_init_flag zero3_save_16bit_model deepspeed_moe_layer_cls_names seq_parallel_communication_data_type
-    offload_optimizer_nvme_path offload_param_nvme_path steps_per_print wall_clock_breakdown memory_breakdown
-    dump_state comms_logger comms_config monitor_config flops_profiler tensorboard wandb csv_monitor
-    checkpoint activation_checkpointing zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero3_init_flag zero3_save_16bit_model deepspeed_moe_layer_cls_names
+    seq_parallel_communication_data_type offload_optimizer_nvme_path offload_param_nvme_path
+    steps_per_print wall_clock_breakdown memory_breakdown dump_state comms_logger comms_config
+    monitor_config flops_profiler tensorboard wandb csv_monitor checkpoint
+    activation_checkpointing zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     communication_data_type prescale_gradients gradient_predivide_factor aio data_types
     """.split()  # noqa: SIM905 - a name a line would be a page
 )
 ZERO_WITHOUT_EFFECT = frozenset(
     """
     overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions
-    allgather_bucket_size sub_group_size round_robin_gradients elastic_checkpoint ignore_unused_parameters
-    load_from_fp32_weights memory_efficient_linear use_multi_rank_bucket_allreduce prefetch_bucket_size
-    param_persistence_threshold max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save
-    gather_fp16_weights_on_model_save use_all_reduce_for_fetch_params module_granularity_threshold
+    allgather_bucket_size sub_group_size round_robin_gradients elastic_checkpoint
+    ignore_unused_parameters load_from_fp32_weights memory_efficient_linear
+    use_multi_rank_bucket_allreduce prefetch_bucket_size param_persistence_threshold
+    max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save
+    gather_fp16_weights_on_model_save use_all_reduce_for_fetch_params
+    module_granularity_threshold
     """.split()  # noqa: SIM905 - a name a line would be a page
 )
 IN_RECIPE = {  # a number in DeepSpeed's JSON -> the recipe's key for it

@@ -58,9 +58,10 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
 # The names that transformers' ACT2FN knows (tests/config/test_compatibility.py compares them).
 ACTIVATIONS = frozenset(
     """
-    gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace leaky_relu
-    linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh xielu
-    """.split()  # noqa: E501, SIM905 - a name a line would be a page
+    gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh
+    hardswish laplace leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu
+    sqrtsoftplus swish tanh xielu
+    """.split()  # noqa: SIM905 - a name a line would be a page
 )
 
 

@@ -193,6 +193,14 @@ def _describe_other_quantization(case: Case) -> list[str]:
     return [f"{key}: {str(case[key]).lower()}: {reason}; remove {key}, or name the unquantized model" for key in keys]
 
 
+def _describe_dequantized(case: Case) -> str:
+    stored = PUBLISHED[case.model.published or ""]
+    text = f"{case.name}: its weights are stored in {stored}, and dequantized as they are read"
+    if not case.quantization.bits:
+        text += "; load_in_4bit: true with use_peft keeps them in 4 bits"
+    return text
+
+
 SMALLEST_FP8_HIDDEN = 4096  # the smallest at which FP8 was seen to be faster; docs/layouts.md
 
 
@@ -274,8 +282,7 @@ RULES: tuple[Rule, ...] = (
     ),
     model_rule(
         "a base that is dequantized", "model_name_or_path", when=lambda c: c.model.published is not None,
-        message=lambda c: f"{c.name}: its weights are stored in {PUBLISHED[c.model.published]}, and dequantized as "
-        f"they are read{'' if c.quantization.bits else '; load_in_4bit: true with use_peft keeps them in 4 bits'}",
+        message=_describe_dequantized,
         is_note=True, of_teacher=True,
     ),
     model_rule(

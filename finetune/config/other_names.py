@@ -17,10 +17,12 @@ TRUNCATED = (
 # Top-level keys of an Accelerate file; after the first eight, those that are for its launcher alone.
 ACCELERATE_KEYS = frozenset(
     """
-    distributed_type mixed_precision use_cpu num_machines fsdp_config parallelism_config deepspeed_config fp8_config
-    compute_environment machine_rank main_process_ip main_process_port main_training_function num_processes rdzv_backend
-    rdzv_conf same_network debug downcast_bf16 enable_cpu_affinity gpu_ids tpu_env tpu_use_cluster tpu_use_sudo tpu_name
-    tpu_zone commands command_file num_cpu_threads_per_process max_restarts monitor_interval
+    distributed_type mixed_precision use_cpu num_machines fsdp_config parallelism_config
+    deepspeed_config fp8_config compute_environment machine_rank main_process_ip
+    main_process_port main_training_function num_processes rdzv_backend rdzv_conf same_network
+    debug downcast_bf16 enable_cpu_affinity gpu_ids tpu_env tpu_use_cluster tpu_use_sudo
+    tpu_name tpu_zone commands command_file num_cpu_threads_per_process max_restarts
+    monitor_interval
     """.split()  # noqa: SIM905 - a name a line would be a page
 )
 # What many call what a key of an Accelerate file says: name -> that key.

@@ -214,6 +214,19 @@ def find_file(name: str, folder: Path, what: str) -> Path:
     raise UserError(f"{name}: no such {what}; {hint}give a path, or one of: {', '.join(known)}")
 
 
+def expect_recipe(recipe: Any) -> Recipe:
+    """Returns the recipe; of a file or a name in recipes/, the recipe that it holds.
+
+    Raises:
+        UserError: For anything else, and for what is wrong with the file.
+    """
+    if isinstance(recipe, str | Path):
+        return read_recipe(str(recipe), [], needs_data=False)
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"recipe: {recipe!r} is no recipe; give load_recipe(...), a file or a name in recipes/")
+    return recipe
+
+
 def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: bool = True) -> Recipe:
     """Reads the recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it.
 

@@ -189,7 +189,7 @@ class Data:
         "Held out from datasets where no eval_datasets are named: a share below 1, else a count of rows."] = None
     chat_template: Annotated[str | None, FileOrName, SameOnResume,
         "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, qwen3 or "
-        "alpaca (all are in docs/data.md), a file, or inline Jinja."] = None
+        "alpaca (all are in docs/chat-templates.md), a file, or inline Jinja."] = None
     chat_template_date: Annotated[str | None, SameOnResume,
         "The day, as 2026-01-31, that a chat template writes which asks for today's (Llama 3.2's, SmolLM3's, "
         "Granite's do); null: the day on which the run begins, for all of its ranks and restarts."] = None

@@ -14,18 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from finetune.config.schema import Recipe
 from finetune.errors import Preempted, UserError
 
 OURS = str(Path(__file__).resolve().parents[1])
 MANY_ROWS = 100_000  # from so many on, each tenfold number is said
-
-
-def expect_recipe(recipe: Any) -> Recipe:
-    """Returns the recipe. Raises `UserError` where a script gives something else, such as a recipe's name."""
-    if not isinstance(recipe, Recipe):
-        raise UserError(f"recipe: {recipe!r} is no recipe; give load_recipe(...) of it")
-    return recipe
 
 
 def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:

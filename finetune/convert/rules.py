@@ -107,8 +107,10 @@ def convert_names(value: Any) -> list[str] | None:
 def convert_targets(value: Any) -> Any:
     """Returns our names of the layers that get adapters; patterns are matched with the layers of a Llama.
 
-    >>> convert_targets(["*.q_proj", "output_proj"]), convert_targets(r"model.layers.[\\d]+.mlp.(up|down)_proj")
-    (['q_proj', 'o_proj'], ['up_proj', 'down_proj'])
+    >>> convert_targets(["*.q_proj", "output_proj"])
+    ['q_proj', 'o_proj']
+    >>> convert_targets(r"model.layers.[\\d]+.mlp.(up|down)_proj")
+    ['up_proj', 'down_proj']
     """
     if not isinstance(value, str | list):
         return None

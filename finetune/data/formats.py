@@ -38,8 +38,8 @@ COMMON_PAIRS = (
 )
 # The name, in lower case, of a column that may be part of the question: options, option_a, choices, A to E, passage.
 QUESTION_PART = re.compile(
-    r"(option|choice|context|passage|paragraph|document|article|body|content|text|story|background|table|schema"
-    r"|premise|candidate|ending)(s|_?[a-z0-9])?|history|[a-e]"
+    r"(option|choice|context|passage|paragraph|document|article|body|content|text|story|background"
+    r"|table|schema|premise|candidate|ending)(s|_?[a-z0-9])?|history|[a-e]"
 )
 VARIABLES = "chat_template_kwargs"  # the column of what a row's chat template reads beside its messages
 

@@ -401,24 +401,31 @@ def _mark(text: str, is_trained: bool, styles: Mapping[str, str]) -> str:
 
 
 PAGE = """\
-<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
 <title>What inference asks, and what is trained</title><style>
-:root {{ color-scheme: light dark; --gray: light-dark(#667, #99a); --line: 1px solid light-dark(#dde, #334) }}
-body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em }}
+:root {{ color-scheme: light dark; --gray: light-dark(#667, #99a);
+  --line: 1px solid light-dark(#dde, #334) }}
+body {{ font: 15px/1.45 system-ui, sans-serif;
+  max-width: 1400px; margin: 2em auto; padding: 0 1em }}
 h1 {{ font-size: 1.3em }} h2 {{ font-size: 1em; margin: 2em 0 .3em }}
-.turn {{ display: grid; grid-template-columns: 1fr 1fr; border: var(--line); border-radius: 6px; margin: .6em 0 }}
+.turn {{ display: grid; grid-template-columns: 1fr 1fr;
+  border: var(--line); border-radius: 6px; margin: .6em 0 }}
 .turn > div {{ padding: .5em .8em; min-width: 0 }} .turn > div + div {{ border-left: var(--line) }}
 .turn h3 {{ font-size: .8em; font-weight: 600; color: var(--gray); margin: 0 0 .4em }}
-pre {{ font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 }}
+pre {{ font: 13px/1.45 ui-monospace, monospace;
+  white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 }}
 .on {{ background: light-dark(#d6f5dc, #14401f) }} .off {{ color: var(--gray) }}
-.other {{ background: light-dark(#ffdcdc, #5a1d1d) }} .token {{ color: light-dark(#7a3fb0, #c9a2f2) }}
+.other {{ background: light-dark(#ffdcdc, #5a1d1d) }}
+.token {{ color: light-dark(#7a3fb0, #c9a2f2) }}
 @media (max-width: 700px) {{
   .turn {{ grid-template-columns: 1fr }} .turn > div + div {{ border: 0; border-top: var(--line) }}
 }}
 </style><h1>What inference asks, and what is trained</h1>
 <p>Left: the prompt that inference gives for a turn. Right: the answer after it in training;
-<span class="on">trained on</span>, <span class="off">not trained on</span>. <span class="other">Red</span>: not what
-stands before the answer in training. <span class="token">Special tokens</span>.</p>
+<span class="on">trained on</span>, <span class="off">not trained on</span>.
+<span class="other">Red</span>: not what stands before the answer in training. 
+<span class="token">Special tokens</span>.</p>
 {rows}</html>
 """
 

@@ -338,7 +338,8 @@ def _find_start(answered: Rendering, i: int, asked: Rendering | None, renderer: 
             return None
         begin = before[-1].position
         asks = asked.text[places[before[-1].name] :]
-    else:  # nothing asks for it: it begins behind as much of the generation prompt as stands before its words
+    else:
+        # nothing asks for it: it begins behind as much of the generation prompt as stands before its words
         asks = renderer.generation_prompt
         begin = next((at for end in range(len(asks), 0, -1) if (at := text.rfind(asks[:end], 0, own)) >= 0), 0)
     shared = count_common(asks, text[begin:own])

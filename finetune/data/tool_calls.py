@@ -49,7 +49,7 @@ CALLS: Sequence[Mapping[str, Any]] = (
         "open_pattern": r"<tool_call>(?P<name>[^\s<]+)\s*",
         "close_pattern": r"</tool_call>\s*",
         "content_args": VALUES
-        | {"tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
+        | {"tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>" r"\s*<arg_value>(?P<value>.*?)</arg_value>"},
         **TAGS,
     },
 )

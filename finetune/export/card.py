@@ -166,9 +166,8 @@ def _merge(merge: MergeChoice, quantization: Quantization) -> str:
     if merge.rows is None:
         return text
     kind = "held-out" if merge.rows.held_out else "training"
-    text += (
-        f" Each on {len(merge.rows)} {kind} rows ({merge.rows.labeled_tokens:,} labeled tokens), computed in float32:"
-    )
+    tokens = f"{merge.rows.labeled_tokens:,} labeled tokens"
+    text += f" Each on {len(merge.rows)} {kind} rows ({tokens}), computed in float32:"
     rows = []
     for name, score in merge.measured.items():
         label = f"{quantization.bits}-bit base with the adapter" if name == TRAINED else f"merged onto the {name} base"

@@ -2,7 +2,7 @@
 
     a run's folder                  its newest valid checkpoint
     a checkpoint of this project    manifest.json, model/, state.json; full or LoRA
-    accelerator.save_state          pytorch_model_fsdp_0/, pytorch_model_fsdp.bin or, of DDP, model.safetensors
+    accelerator.save_state          pytorch_model_fsdp_0/ or .bin; model.safetensors of DDP
     torch.distributed.checkpoint    .metadata and *.distcp
     a PEFT adapter                  adapter_config.json and adapter_model.safetensors
     a Hugging Face folder           *.safetensors, or pytorch_model.bin

@@ -428,10 +428,10 @@ class DividedExperts:
     Each rank of a group has E / size of the E experts, and FSDP shards these over the ranks that have the same ones. A
     rank's router chooses experts for the rank's own tokens, as without. Then each layer takes four steps:
 
-        counts    how many tokens come for each expert                      all-to-all
-        dispatch  a token's state, once for each expert that it has chosen  all-to-all of uneven parts
+        counts    how many tokens come for each expert            all-to-all
+        dispatch  a token's state, once for each chosen expert    all-to-all, uneven
         compute   the experts of this rank, by transformers' own function
-        combine   the outputs, back to where the tokens are                 all-to-all of uneven parts
+        combine   the outputs, back to where the tokens are       all-to-all, uneven
 
     The router's weights add the outputs up. In the backward, dispatch and combine trade places (Lepikhin et al. 2021,
     arXiv:2006.16668).

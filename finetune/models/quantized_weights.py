@@ -31,9 +31,8 @@ from finetune.errors import UserError
 from finetune.files.json_files import load_json
 from finetune.files.tensors import ComputedPart, ReadSlice, Slices, StoredTensor, read, read_slice
 
-NUMBERS_AT_ONCE = (
-    1 << 22
-)  # bitsandbytes takes some 16 bytes a number while it quantizes on a CPU; a multiple of every block
+# bitsandbytes takes some 16 bytes a number while it quantizes on a CPU; a multiple of every block
+NUMBERS_AT_ONCE = 1 << 22
 LARGEST_KERNEL = 1 << 30  # numbers that are dequantized at once: bitsandbytes counts them in 32 bits on a GPU
 
 

@@ -49,9 +49,8 @@ def mask_bytes(a: Architecture, run: "Computation", tokens: int) -> int:
 
 
 TOKEN_ID = 8  # bytes of an int64
-PLACES = (
-    5 * TOKEN_ID
-)  # of a token at one of its experts: which token, which of its choices, and how often each is saved
+# Bytes of a token at one of its experts: which token, which of its choices, and how often each is saved
+PLACES = 5 * TOKEN_ID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

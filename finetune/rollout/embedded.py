@@ -58,7 +58,8 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
             # Zeros, since a captured step multiplies what it masks, too.
             keys = key_states.new_zeros(rows, heads, self._tokens, size)
             self._reserved = keys, values.zero_()
-        else:  # The keys' tokens lie side by side in memory: the product with one query reads them faster.
+        else:
+            # The keys' tokens lie side by side in memory: the product with one query reads them faster.
             keys = key_states.new_empty(rows, heads, size, self._tokens).transpose(2, 3)
             self._reserved = keys, values
 

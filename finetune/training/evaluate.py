@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.checkpoint.manifest import Progress
 from finetune.data.batches import StepBatch
@@ -35,10 +35,29 @@ class Sample:
     prompt: str
     answer: str
     expected: str
+    token_ids: tuple[int, ...] = ()  # of the answer, with the token that ends it
+    log_probabilities: tuple[float, ...] = ()  # of each token; none where `Generation` asks for none
+
+    def texts(self) -> dict[str, str]:
+        """What samples.jsonl keeps of it."""
+        return {"prompt": self.prompt, "answer": self.answer, "expected": self.expected}
 
     @property
     def is_exact(self) -> bool:
         return self.answer.strip() == self.expected.strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """How answers are generated."""
+
+    max_new_tokens: int = SAMPLE_TOKENS  # without expected answers, which allow twice the longest
+    temperature: float = 0.0  # 0: greedily; above it, by torch's generators
+    stop: tuple[str, ...] = ()  # texts at which an answer ends
+    with_log_probabilities: bool = False
+
+
+GREEDY = Generation()
 
 
 def evaluate(
@@ -141,7 +160,7 @@ def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> No
     """Adds the samples to samples.jsonl on the main rank. A full disk does not end the run."""
     if run.world.is_main:
         try:
-            append_json_lines(run.folder / SAMPLES, ({"step": step} | asdict(sample) for sample in samples))
+            append_json_lines(run.folder / SAMPLES, ({"step": step} | sample.texts() for sample in samples))
         except OSError as error:
             run.log.say(f"{run.folder / SAMPLES}: cannot be written ({error.strerror}); the run continues")
 
@@ -171,14 +190,12 @@ def answer(
     tokenizer: Any,
     world: World,
     eot_tokens: tuple[str, ...] = (),
-    max_new_tokens: int = SAMPLE_TOKENS,
-    temperature: float = 0.0,
+    how: Generation = GREEDY,
 ) -> list[Sample]:
     """Every prompt answered, on every rank in the same order; each rank (each tensor parallel group, whose ranks run
     the same forwards) answers its share.
 
-    An answer ends with a turn, or at twice the longest expected length; without one, at `max_new_tokens`. It is greedy,
-    or above a `temperature` of 0 drawn by torch's generators.
+    An answer ends with a turn, or at twice the longest expected length; without one, at `max_new_tokens`.
 
     Raises `UserError` on all ranks where a sharded tower would run on some of them alone.
     """
@@ -196,8 +213,7 @@ def answer(
             "exact_match_samples: a rank's held-out questions have images and another's have none, and a sharded tower "
             "runs on all ranks together; hold out rows with images alone, or set exact_match_samples: 0"
         )
-    keys = tokenizer, world, eot_tokens, max_new_tokens, temperature
-    answers = [sample for batch in batches for sample in _generated(model, batch, *keys)]
+    answers = [sample for batch in batches for sample in _generated(model, batch, tokenizer, world, eot_tokens, how)]
     by_rank = world.gather([asdict(sample) for sample in answers])
     return [Sample(**by_rank[i % groups * (world.stage_size // groups)][i // groups]) for i in range(len(prompts))]
 
@@ -208,8 +224,7 @@ def _generated(
     tokenizer: Any,
     world: World,
     eot_tokens: tuple[str, ...],
-    max_new_tokens: int,
-    temperature: float,
+    how: Generation,
 ) -> list[Sample]:
     transformer: Any = unwrap(model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
@@ -222,20 +237,55 @@ def _generated(
     images = [image for prompt in prompts for image in prompt.images]
     of_images = tokenizer.images.make_generation_inputs(transformer, input_ids, images) if images else {}
     expected = [len(tokenizer.encode(p.answer, add_special_tokens=False)) for p in prompts if p.answer]
+    stop_ids = end_of_answer_ids(tokenizer, eot_tokens)
     # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would run uncompiled.
     with unwrapped_call(model, world), torch.compiler.set_stance("force_eager"):
         generated = transformer.generate(
             input_ids=input_ids.to(world.device),
             attention_mask=attention_mask.to(world.device),
             **of_images,
-            max_new_tokens=2 * max(expected) + 2 if expected else max_new_tokens,
-            do_sample=temperature > 0,
-            **({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}),
+            max_new_tokens=2 * max(expected) + 2 if expected else how.max_new_tokens,
+            do_sample=how.temperature > 0,
+            **({"temperature": how.temperature, "top_k": 0, "top_p": 1.0} if how.temperature else {}),
+            **({"stop_strings": list(how.stop), "tokenizer": tokenizer} if how.stop else {}),
             use_cache=True,
-            eos_token_id=end_of_answer_ids(tokenizer, eot_tokens),
+            eos_token_id=stop_ids,
             pad_token_id=pad,
             synced_gpus=world.sharding.is_fsdp and world.size > 1,
+            return_dict_in_generate=True,
+            output_logits=how.with_log_probabilities,
         )
-    texts = tokenizer.batch_decode(generated[:, longest:].cpu(), skip_special_tokens=True)
+    made = generated.sequences[:, longest:]
+    scores = _log_probabilities(generated.logits, made, how.temperature or 1.0) if how.with_log_probabilities else None
     asked = tokenizer.batch_decode([list(prompt.prompt_ids) for prompt in prompts], skip_special_tokens=True)
-    return [Sample(a.strip(), t.strip(), p.answer) for a, t, p in zip(asked, texts, prompts, strict=True)]
+    samples = []
+    for row, (prompt, token_ids) in enumerate(zip(prompts, made.tolist(), strict=True)):
+        length = _length(token_ids, stop_ids, pad)
+        text = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
+        own = () if scores is None else tuple(scores[row, :length].tolist())
+        samples.append(Sample(asked[row].strip(), text.strip(), prompt.answer, tuple(token_ids[:length]), own))
+    return samples
+
+
+def _log_probabilities(logits: Sequence[Tensor], token_ids: Tensor, temperature: float) -> Tensor:
+    """fp32[rows, tokens]: of each token, from the logits [rows, vocabulary] at each place."""
+    columns = []
+    for place, scores in enumerate(logits):
+        of_all = (scores.float() / temperature).log_softmax(-1)
+        columns.append(of_all.gather(-1, token_ids[:, place : place + 1]))
+    return torch.cat(columns, 1)
+
+
+def _length(token_ids: Sequence[int], stop_ids: Sequence[int], pad: int) -> int:
+    """How many of a row's tokens are of its answer: up to the first that ends it, that one included.
+
+    >>> _length([5, 6, 2, 0, 0], [2], pad=0), _length([5, 6, 7], [2], pad=0), _length([5, 0, 0], [2], pad=0)
+    (3, 3, 1)
+    """
+    for place, token in enumerate(token_ids):
+        if token in stop_ids:
+            return place + 1
+    length = len(token_ids)
+    while length and token_ids[length - 1] == pad:  # behind the text of `stop`
+        length -= 1
+    return length

@@ -97,7 +97,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
-    in_backward = UpdateInBackward(run.optimizer, recipe, world) if recipe.optimization.optim_in_backward else None
+    in_backward = _make_update_in_backward(run)
     step = partial(
         train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard, in_backward=in_backward
     )
@@ -153,6 +153,12 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     if progress.step < last_step:
         run.log.say(f"step {progress.step}: stopped early; the held-out loss was lowest at step {progress.best_step}")
     return progress
+
+
+def _make_update_in_backward(run: TrainingRun) -> UpdateInBackward | None:
+    if not run.recipe.optimization.optim_in_backward:
+        return None
+    return UpdateInBackward(run.optimizer, run.recipe, run.world)
 
 
 @contextmanager

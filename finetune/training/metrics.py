@@ -347,7 +347,8 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
     'loss 1.5000 (smoothed 1.6000)  lr 1.00e-03  grad 0.8  5,200 tokens/s  1.00 GiB  0:02:30 left'
     >>> shown_line(line, 1.6, 150.0, width=60)
     'loss 1.5000 (smoothed 1.6000)  5,200 tokens/s  0:02:30 left'
-    >>> shown_line(line | {"rewards/accuracies": 0.75, "rewards/margins": 0.1234}, 1.6, 150.0, width=90)
+    >>> line |= {"rewards/accuracies": 0.75, "rewards/margins": 0.1234}
+    >>> shown_line(line, 1.6, 150.0, width=90)
     'loss 1.5000 (smoothed 1.6000)  accuracy 75%  margin 0.123  5,200 tokens/s  0:02:30 left'
     """
     accuracy = line.get("rewards/accuracies", line.get("accuracy"))

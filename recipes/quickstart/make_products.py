@@ -22,7 +22,8 @@ TOOL = {"type": "function", "function": {"name": "multiply", "description": "Mul
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- for tool in tools or [] %}
-    {{- '<|system|>' + tool['function']['name'] + ': ' + tool['function']['description'] + eos_token }}
+    {%- set function = tool['function'] %}
+    {{- '<|system|>' + function['name'] + ': ' + function['description'] + eos_token }}
 {%- endfor %}
 {%- for message in messages %}
     {{- '<|' + message['role'] + '|>' }}
@@ -30,7 +31,8 @@ CHAT_TEMPLATE = """\
         {%- generation %}
             {{- message['content'] }}
             {%- for call in message['tool_calls'] or [] %}
-                {%- set function = {'name': call['function']['name'], 'arguments': call['function']['arguments']} %}
+                {%- set called = call['function'] %}
+                {%- set function = {'name': called['name'], 'arguments': called['arguments']} %}
                 {{- '<tool_call>' + function | tojson + '</tool_call>' }}
             {%- endfor %}
             {{- eos_token }}

@@ -1,4 +1,4 @@
-"""`finetune inspect` from the command line, and the examples of docs/data.md."""
+"""`finetune inspect` from the command line, and the examples of docs/data.md and docs/chat-templates.md."""
 
 import html
 import json
@@ -26,7 +26,8 @@ from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import EXIT_USER_ERROR
 from tests.ranks import ROOT, environment
 
-PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("data", "chat-templates", "findings")]
+PAGE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 HEAD = f"""
 model_config: {{model_type: llama}}
 tokenizer_name_or_path: {ROOT / "recipes" / "quickstart"}

@@ -254,7 +254,7 @@ def test_names_of_templates() -> None:
         read_template("mistral_v3")
     with pytest.raises(UserError, match=r"did you mean gemma or gemma4 or gemma3\?"):
         read_template("gemma5")
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "chat-templates.md").read_text(encoding="utf-8")
     assert [name for name in (*TEMPLATES, *ALIASES) if f"`{name}`" not in page] == []
 
 

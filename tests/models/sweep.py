@@ -2,7 +2,7 @@
 tried as a run would try it.
 
     python -m tests.models.sweep            # prints the table
-    python -m tests.models.sweep --write    # writes it into docs/models.md
+    python -m tests.models.sweep --write    # writes it into docs/families.md
     python -m tests.models.sweep gemma rwkv # prints the rows of some families, and why they are refused
 
 A family's config class gives the architecture; what it does not say takes TINY's sizes, and SPECIAL holds what some
@@ -38,7 +38,7 @@ from finetune.models.probe import check_training_forward
 from tests import vision
 from tests.models.families import DELTA, EVERY, VOCABULARY, documents, packed, padded, plain_loss
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 HEAD = ["| `model_type` | `packing: true` | `packing: false` |", "|---|---|---|"]
 HEAD_OF_CLASSES = ["| Class | `packing: true` | `packing: false` |", "|---|---|---|"]
 CLOSE = 1e-5  # of the loss, relative: packed against unpacked, and against transformers' own

@@ -1,4 +1,4 @@
-"""docs/models.md: its table is that of the sweep over every family of transformers (`python -m tests.models.sweep --write`)."""
+"""docs/families.md: its table is that of the sweep over every family of transformers (`python -m tests.models.sweep --write`)."""
 
 from typing import Any
 

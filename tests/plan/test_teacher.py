@@ -48,11 +48,12 @@ def test_the_loss_takes_what_it_allocates(dtype: torch.dtype, capsys: pytest.Cap
         spec = with_teacher(spec, wide, distill_beta=beta, temperature=temperature, distill_alpha=alpha)
         hidden, head = torch.randn(tokens, 64).to(dtype), torch.randn(vocabulary, 64).to(dtype)
         labels, own = torch.randint(0, vocabulary, (tokens,)), torch.randn(rows, 96).to(dtype)
+        tensors = hidden.requires_grad_(), head.requires_grad_(), labels
 
         def run() -> None:
             scores = TeacherScores(torch.randn(tokens, 96).to(dtype), own)  # noqa: B023
             options = DivergenceOptions(beta, temperature, alpha)  # noqa: B023
-            linear_divergence(hidden.requires_grad_(), head.requires_grad_(), labels, scores, options)  # noqa: B023
+            linear_divergence(*tensors, scores, options)  # noqa: B023
 
         errors[vocabulary, tokens, beta, temperature, alpha] = loss_bytes(spec) / allocated_peak(run) - 1
     worst = max(errors, key=lambda case: abs(errors[case]))

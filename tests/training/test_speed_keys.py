@@ -43,7 +43,8 @@ def test_bf16_moments_updated_in_backward_resume_exactly_and_profiled_steps_leav
     dtypes = set()
     for piece in pieces:
         with safe_open(piece, "pt") as file:
-            dtypes |= {str(file.get_slice(name).get_dtype()) for name in file.keys() if ".exp_avg" in name}  # noqa: SIM118
+            names = [name for name in file.keys() if ".exp_avg" in name]  # noqa: SIM118
+            dtypes |= {str(file.get_slice(name).get_dtype()) for name in names}
     assert dtypes == {"BF16"}
 
     shutil.rmtree(run / "checkpoints" / "step-00000004")

@@ -1,0 +1,52 @@
+"""A loss of the user's own, as `Session.forward_backward` takes it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from finetune.config.user_code import explained, place_of
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.errors import UserError
+from finetune.models.log_probabilities import head_log_probabilities
+from finetune.training.objectives.objective import Measured, Objective
+
+LossFunction = Callable[[Tensor, MicroBatch], Tensor]
+"""What `Session.forward_backward` describes as `loss`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionObjective(Objective):
+    """A user's loss, averaged over what the recipe's method counts."""
+
+    function: LossFunction
+    counts_pairs: bool
+
+    def count(self, batch: StepBatch) -> int:
+        """The step's trained tokens, or its pairs."""
+        return batch.groups if self.counts_pairs else batch.trained_tokens
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The function's loss. A filler's is 0, so that its backward still takes part in the ranks' collectives."""
+        outputs = model(**inputs, head_function=head_log_probabilities)
+        if not micro_batch.example_ids:
+            return Measured(outputs.sum() * 0.0)
+        with explained("loss", self.function):
+            loss: object = self.function(outputs, micro_batch.with_documents())
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            raise UserError(
+                f"{place_of(self.function)}loss: returned {_describe(loss)}; return one number with its graph, such "
+                "as -log_probabilities.sum()"
+            )
+        return Measured(loss)
+
+
+def _describe(loss: object) -> str:
+    if not isinstance(loss, Tensor):
+        return type(loss).__name__
+    if loss.dim():
+        return f"a tensor of shape {tuple(loss.shape)}"
+    return "a tensor without a graph"

@@ -1,0 +1,107 @@
+"""What a run reads before its weights: folder, tokenizer, config and data, and what each of them decides."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.facts import MachineFacts, adopt_quantization
+from finetune.config.module_names import adopt_published_names
+from finetune.config.pretrained import Vocabulary, load_config, read_facts, set_head, trained_config
+from finetune.config.schema import Recipe
+from finetune.data.prepare import PreparedData, prepare_data
+from finetune.data.tokenizer import find_pad_id, load_tokenizer, plan_vocabulary
+from finetune.distributed.world import RankGroup, World
+from finetune.errors import UserError
+from finetune.export.logits import check_streamed_logits
+from finetune.files.phases import Phases
+from finetune.models.load import Scores, trains_tower
+from finetune.models.reach import BlankDocument
+from finetune.training.lifecycle import fix_template_date, open_run_folder
+from finetune.training.objectives.distill import read_teacher_facts
+from finetune.training.objectives.policy import check_rewards
+from finetune.training.screens import check_offload_dir
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRun:
+    """All that a run needs but its weights."""
+
+    recipe: Recipe  # with what the tokenizer, the config and the data decide
+    folder: Path | None  # None where nothing is saved
+    tokenizer: Any
+    vocabulary: Vocabulary | None  # None where the recipe names no tokens
+    data: PreparedData | None  # None where the recipe names none: all rows are given
+
+    @property
+    def scores(self) -> Scores:
+        """What the output head computes."""
+        return self.recipe.score_names, find_pad_id(self.tokenizer)
+
+    @property
+    def blank_document(self) -> BlankDocument | None:
+        """Of a small image, for a model whose rows may hold images; None where none holds one."""
+        if self._holds_no_image:
+            return None
+        make: BlankDocument | None = self.tokenizer.images.make_blank_document
+        return make
+
+    @property
+    def _holds_no_image(self) -> bool:
+        data = self.data
+        return data is not None and data.report.is_complete and data.images is None
+
+    def refuse_unreached_tower(self, model: nn.Module) -> None:
+        """Raises `UserError` where `trainable_modules` names what only images reach, and no row holds one."""
+        if self._holds_no_image and trains_tower(model):
+            raise UserError(
+                "trainable_modules: names parts of the model that only images reach, and no row holds one; name parts "
+                "of the language model"
+            )
+
+
+def open_run(recipe: Recipe, world: World, machine: MachineFacts, phases: Phases, *, saves: bool) -> OpenedRun:
+    """Reads all but the weights, and asks the rules with what the config and the tokenizer say. All ranks call it.
+
+    Raises:
+        UserError: For what the rules refuse, files that cannot be read, fatal findings in the data, or a folder that
+            cannot be written or is in use.
+    """
+    folder = open_run_folder(recipe, world) if saves else None
+    tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
+    if folder is not None:
+        recipe = fix_template_date(recipe, folder, tokenizer, world)
+    vocabulary = plan_vocabulary(tokenizer, recipe.model)
+    recipe = _adopt_config(recipe, tokenizer, vocabulary, world, machine)
+    check_offload_dir(recipe, world)
+    data = None
+    if recipe.data.datasets:
+        data, recipe = _read_data(recipe, tokenizer, world, phases)
+    return OpenedRun(recipe, folder, tokenizer, vocabulary, data)
+
+
+def _adopt_config(
+    recipe: Recipe, tokenizer: Any, vocabulary: Vocabulary | None, world: World, machine: MachineFacts
+) -> Recipe:
+    """The recipe in the names and the quantization of its model. Raises `UserError` for what the rules refuse."""
+    config = load_config(recipe.model, vocabulary)
+    facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
+    recipe = adopt_published_names(recipe, facts.model_type)
+    teacher = read_teacher_facts(recipe, tokenizer)
+    refuse_problems(find_problems(recipe, world.sharding, facts, world.size, teacher=teacher, machine=machine))
+    trained = trained_config(config, recipe.model)
+    set_head(trained, recipe.score_names, find_pad_id(tokenizer))
+    RankGroup(world).on_main(lambda: check_streamed_logits(trained, recipe.model.trust_remote_code))
+    return adopt_quantization(recipe, facts)
+
+
+def _read_data(recipe: Recipe, tokenizer: Any, world: World, phases: Phases) -> tuple[PreparedData, Recipe]:
+    """The data, and the recipe with what they decide."""
+    with phases.timed("data"):
+        data = prepare_data(recipe, tokenizer, world.data_parallel)
+    recipe = data.complete_recipe(recipe)
+    if recipe.rollout.rewards or recipe.rollout.tools:
+        check_rewards(recipe, world, data)
+    return data, recipe
