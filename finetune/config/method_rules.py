@@ -4,7 +4,17 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
-from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, POLICY_LOSSES, RATED, Method, RolloutKeys
+from finetune.config.methods import (
+    COLUMN_KEYS,
+    LABEL_KEYS,
+    METHODS,
+    PAIRED,
+    POLICY_LOSSES,
+    RATED,
+    Method,
+    RolloutKeys,
+    name_of_reward,
+)
 from finetune.config.rule import Case, Rule, all_of, has_ep, has_fp8, has_sp, is_fsdp1, is_set, no_effect
 
 
@@ -55,14 +65,14 @@ def _names_apart(key: str) -> Rule:
     """A rule: metrics know a reward, and calls a tool, by the name of its function alone."""
 
     def find(case: Case) -> str | None:
-        names = [name.rpartition(":")[2] for name in case[key] or ()]
+        names = [name_of_reward(name) for name in case[key] or ()]
         return next((name for name in names if names.count(name) > 1), None)
 
     return Rule(
         name=f"two {key} of one name",
         keys=(key,),
         when=find,
-        message=lambda case: f"{key}: two functions are named {find(case)}, under which metrics and calls know both",
+        message=lambda case: f"{key}: two are named {find(case)}, under which metrics and calls know both",
         advice="rename one of them",
     )
 
@@ -259,7 +269,7 @@ RULES: tuple[Rule, ...] = (
         name="no rewards", keys=("rewards", "method"),
         when=lambda c: samples(c) and not c["rewards"] and not c.recipe.method_facts.needs_teacher,
         message="method: {method} learns from rewards",
-        advice="set rewards, such as [exact_answer] or [my_rewards.py:right]",
+        advice="set rewards, such as [exact_answer], [my_rewards.py:right] or [runs/reward/export], a reward model",
     ),
     Rule(
         name="held-out prompts without rewards", keys=("rewards", "eval_datasets", "eval_split_size"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from finetune.config.keys import FileOrName, Positive, PythonName, SameOnResume
+from finetune.constants import EXPORT
 
 # Rewards that ship: name -> what it gives. The functions are in rollout/shipped_rewards.py.
 SHIPPED_REWARDS: Mapping[str, str] = {
@@ -49,15 +50,37 @@ DEFAULT_POLICY_LOSS = "dapo"
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
+def is_reward_model(name: str) -> bool:
+    """Whether an entry of `rewards` is a model, and no function.
+
+    >>> [name for name in ("number", "my_rewards.py:short", "runs/reward/export") if is_reward_model(name)]
+    ['runs/reward/export']
+    """
+    return name not in SHIPPED_REWARDS and ".py:" not in name
+
+
+def name_of_reward(name: str) -> str:
+    """What metrics call an entry of `rewards`: a function by its name, a model by its folder's, or its run's.
+
+    >>> [name_of_reward(name) for name in ("my_rewards.py:short", "runs/helpful/export", "org/Skywork-Reward")]
+    ['short', 'helpful', 'Skywork-Reward']
+    """
+    if not is_reward_model(name):
+        return name.rpartition(":")[2]
+    parts = name.rstrip("/").split("/")
+    return parts[-2] if parts[-1] == EXPORT and len(parts) > 1 else parts[-1]
+
+
 # A key: its type and marks, then its help and default.
 # fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutKeys:
     """How completions are sampled from the model in training, and what they are worth."""
 
-    rewards: Annotated[tuple[str, ...], PythonName, SameOnResume,
-        "What a completion is worth: functions of files of yours, such as my_rewards.py:right, with TRL's arguments, "
-        "and these names: " + "; ".join(f"{name}: {says}" for name, says in SHIPPED_REWARDS.items()) + "."] = ()
+    rewards: Annotated[tuple[str, ...], PythonName, FileOrName, SameOnResume,
+        "What a completion is worth: functions of files of yours, such as my_rewards.py:right, with TRL's arguments; "
+        "reward models, by folder or hub name, which score the conversation; and these names: "
+        + "; ".join(f"{name}: {says}" for name, says in SHIPPED_REWARDS.items()) + "."] = ()
     tools: Annotated[tuple[str, ...], PythonName, SameOnResume,
         "What the model may call before it answers: functions of files of yours, such as my_tools.py:multiply, with "
         "type hints and a docstring that describes each argument, as TRL's. What they answer is part of the completion "
@@ -120,6 +143,16 @@ class RolloutKeys:
         "it is 0 and counted. Where a tool takes too long or ends its process: the run ends, or the model reads so in "
         "place of a result."
     ] = "error"
+
+    @property
+    def reward_models(self) -> tuple[str, ...]:
+        """Those of `rewards` that are models, by folder or hub name."""
+        return tuple(name for name in self.rewards if is_reward_model(name))
+
+    @property
+    def reward_functions(self) -> tuple[str, ...]:
+        """Those of `rewards` that are functions, of files or by the names of those that ship."""
+        return tuple(name for name in self.rewards if not is_reward_model(name))
 
     @property
     def updates_per_generation(self) -> int:
@@ -315,5 +348,9 @@ def _show(value: Any) -> str:
     'exact_answer + rewards.py:short'
     """
     if isinstance(value, list | tuple):
-        return " + ".join(str(each).rpartition("/")[2] for each in value)
+        return " + ".join(_show_name(str(each)) for each in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _show_name(text: str) -> str:
+    return text.rpartition("/")[2] if ".py:" in text else name_of_reward(text)

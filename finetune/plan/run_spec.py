@@ -60,6 +60,7 @@ class RunSpec:
     device: Literal["cuda", "cpu"] = "cuda"
     grouped_attention: bool = True  # see Computation
     teacher: TeacherSpec | None = None
+    reward_models: tuple[Architecture, ...] = ()
     stage: int = 0
     base_dtype: str = "bfloat16"  # of the base's files
     images: str | None = None  # the family of the whole model, where rows hold images
@@ -174,6 +175,11 @@ class RunSpec:
     def teacher_bytes(self) -> int:
         """Bytes of the teacher's parameters on rank 0."""
         return count_state(self.teacher_tensors, self.sharding, self.shards, optim=None).frozen
+
+    @property
+    def reward_bytes(self) -> int:
+        """Bytes of the parameters of reward models, all of which every rank holds on its device."""
+        return ITEMSIZE[self.compute_dtype] * sum(architecture.parameters for architecture in self.reward_models)
 
     @property
     def shards(self) -> int:

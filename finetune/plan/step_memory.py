@@ -307,7 +307,9 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     on_device = State(0, 0, 0, 0) if spec.sharding.cpu_offload else state
     teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
     in_files = spec.files() is not None
-    weights = Snapshot("weights in place", parameters=on_device.trained + on_device.frozen, teacher=teacher)
+    weights = Snapshot(
+        "weights in place", parameters=on_device.trained + on_device.frozen, teacher=teacher, rewards=spec.reward_bytes
+    )
     at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
     if in_files:  # buffers are there from the start
         weights = replace(at_rest, name=weights.name)
@@ -319,11 +321,12 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
     evaluated = spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
     rollout = plan_rollout(spec, at_rest)
+    rollouts = [*([rollout] if rollout is not None else []), *_score_completions(spec, at_rest)]
     held_out = rollout or _forward(spec, at_rest, "a held-out batch", evaluated)
     by_name = {
         "load": [loaded],
         **({"reference": before} if before else {}),
-        **({"rollout": [rollout]} if rollout is not None else {}),
+        **({"rollout": rollouts} if rollouts else {}),
         "first step": step if in_files else _first_step(spec, step),
         "steady step": step,
         "evaluation": [*_teacher_first(spec, at_rest, evaluated), held_out],
@@ -387,6 +390,15 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
     gathered = sum(t.numel // t.divided * min(t.itemsize, run.itemsize) for t in spec.part_tensors)
     gathered = gathered if spec.sharding.is_fsdp else forward.gathered
     return replace(forward, gathered=gathered, activations=activations, loss=loss)
+
+
+def _score_completions(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
+    """While a reward model scores as many completions as fill the rows of a micro-batch."""
+    run = replace(spec.computation, sequence_ranks=1, expert_ranks=1, divides_vocabulary=False)
+    tokens = spec.rows * spec.recipe.data.max_length
+    for architecture in spec.reward_models:
+        activations = tokens * evaluation_bytes(architecture, run) + mask_bytes(architecture, run, tokens)
+        yield replace(at_rest, name="completions scored", activations=activations)
 
 
 def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
@@ -540,6 +552,7 @@ def _with_overhead(spec: RunSpec, point: Snapshot) -> Snapshot:
     """The snapshot with what the device needs beside the tensors."""
     if spec.device == "cpu":
         return point
-    moving = point.allocated - point.parameters - point.teacher - point.optimizer
+    resting = point.parameters + point.teacher + point.rewards + point.optimizer
+    moving = point.allocated - resting
     context = CUDA_CONTEXT + (NCCL_BUFFERS if spec.ranks > 1 else 0)
     return replace(point, slack=int(SLACK * moving), context=context)

@@ -84,6 +84,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {active}{count(trained)} trained"
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layer_names}",
             *_describe_teacher(spec),
+            *_describe_reward_models(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
             *(f"           {line}" for line in (sharding.describe_sequences(spec.ranks), *sharding.translated) if line),
             f"precision  parameters {parameters}, compute {computed}, gradients reduced in "
@@ -145,6 +146,15 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
         f"teacher    {model and model.model_name_or_path}: {a.model_type}, {count(a.parameters)} "
         f"parameters, frozen in {spec.compute_dtype}{stored}{asked}"
     ]
+
+
+def _describe_reward_models(spec: RunSpec) -> list[str]:
+    """The models that pay completions, all of which each rank holds."""
+    lines = []
+    for name, a in zip(spec.recipe.rollout.reward_models, spec.reward_models, strict=True):
+        sizes = f"{a.model_type}, {count(a.parameters)} parameters, in {spec.compute_dtype}, whole on each rank"
+        lines.append(f"reward     {name}: {sizes}")
+    return lines
 
 
 def _name_frozen(spec: RunSpec) -> str:
