@@ -207,6 +207,7 @@ class Session:
                 recipe.quantization_aware,
                 self._opened.blank_document,
                 self._opened.scores,
+                self._opened.trains_head,
             )
             self._opened.refuse_unreached_tower(model)
             optimizer = build_optimizer(model, recipe.optimization, self.world)
@@ -234,6 +235,7 @@ class Session:
                 self._opened.vocabulary,
                 self._opened.blank_document,
                 self._opened.scores,
+                self._opened.trains_head,
             )
         if recipe.teacher is not None and is_here(recipe.teacher):
             build_teacher(recipe, self.world)

@@ -162,9 +162,9 @@ class RolloutKeys:
 
 
 DEFAULT_METHOD = "sft"
-RowKind = Literal["answers", "pairs", "ratings", "prompts", "scored_pairs", "classes"]
+RowKind = Literal["answers", "pairs", "ratings", "prompts", "scored_pairs", "classes", "retrieval"]
 # Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one;
-# a document with its class.
+# a document with its class; a query with its document, to which negatives come (`Recipe.group_size`).
 GROUP_SIZES: Mapping[RowKind, int] = {
     "answers": 1,
     "pairs": 2,
@@ -172,6 +172,7 @@ GROUP_SIZES: Mapping[RowKind, int] = {
     "prompts": 1,
     "scored_pairs": 2,
     "classes": 1,
+    "retrieval": 2,
 }
 SCORED: tuple[RowKind, ...] = ("scored_pairs", "classes")  # whose documents have one label, at their last token
 
@@ -204,8 +205,18 @@ class MethodFacts:
         return self.rows in SCORED
 
     @property
+    def embeds(self) -> bool:
+        """Whether each document becomes one vector, which is compared with those of all others in the step."""
+        return self.rows == "retrieval"
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether the trained model predicts tokens."""
+        return not (self.scores or self.embeds)
+
+    @property
     def documents(self) -> int:
-        """Documents in a group, which no batch takes apart."""
+        """Documents in a group, which no batch takes apart, at least."""
         return GROUP_SIZES[self.rows]
 
 
@@ -253,6 +264,10 @@ METHODS: Mapping[str, MethodFacts] = {
         says="learns which of the classes a text or a conversation belongs to", rows="classes",
         defaults={"overlength": "drop"},  # a document that is cut has lost the token that is scored
     ),
+    "embed": MethodFacts(
+        says="learns embeddings, in which a query lies near its document and far from all others of the step",
+        rows="retrieval", keys=("temperature", "matryoshka_dims"), defaults={"overlength": "drop", "temperature": 0.05},
+    ),
 }  # fmt: skip
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows in ("pairs", "scored_pairs"))
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
@@ -297,7 +312,7 @@ class Method:
         "divergence."] = 0.5
     temperature: Annotated[float, Gt(0), SameOnResume,
         "What logits are divided by: distill: those of teacher and student; grpo, on_policy_distill: all, in sampling "
-        "and in training."] = 1.0
+        "and in training; embed: the cosines of a query and the documents, by 0.05 unless it is given."] = 1.0
     distill_top_k: Annotated[int | None, Gt(0), SameOnResume,
         "distill: ask the teacher once, before training: at each trained token its k likeliest tokens are stored in "
         "files, and the divergence is over them and all others together. null: ask it in each step."] = None
@@ -306,13 +321,16 @@ class Method:
     center_rewards_coefficient: Annotated[float | None, Gt(0), SameOnResume,
         "reward: add the square of the two scores' sum, times this, so that scores lie around zero "
         "(Eisenstein et al. 2023)."] = None
+    matryoshka_dims: Annotated[tuple[Positive, ...], SameOnResume,
+        "embed: the sum of the losses of embeddings that are cut to these lengths, such as [1024, 256, 64] (Kusupati "
+        "et al. 2022). Empty: of whole ones."] = ()
 # fmt: on
 
 
 # The keys of an entry of `datasets` that name columns of only some rows.
 COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
-    "chosen_column": ("pairs", "scored_pairs", "ratings"),
-    "rejected_column": ("pairs", "scored_pairs", "ratings"),
+    "chosen_column": ("pairs", "scored_pairs", "ratings", "retrieval"),
+    "rejected_column": ("pairs", "scored_pairs", "ratings", "retrieval"),
     "label_column": ("ratings", "classes"),
     "answers_apart": ("answers",),
 }

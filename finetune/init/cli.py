@@ -211,6 +211,8 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
             f"--method: {options.method}: the names of the classes are yours to give, as labels; docs/scores.md has a "
             "recipe to begin with"
         )
+    if options.method in METHODS and METHODS[options.method].embeds:
+        raise UserError(f"--method: {options.method}: docs/embed.md has a recipe to begin with")
     known = BY_KIND[data.kind]
 
     def read(name: str) -> str:

@@ -6,7 +6,7 @@ The points of a step follow torch's order of events; the backward's are in `temp
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from finetune.constants import FP32, PROMPTS_AT_ONCE
+from finetune.constants import CONTRASTED_QUERIES, FP32, PROMPTS_AT_ONCE
 from finetune.plan.activations import (
     evaluation_bytes,
     kept_bytes,
@@ -19,6 +19,7 @@ from finetune.plan.activations import (
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import State, StateTensor
 from finetune.plan.temporary_memory import (
+    FP64,
     LayoutMemory,
     Snapshot,
     UnitMemory,
@@ -46,7 +47,7 @@ def kept_for_backward(spec: RunSpec) -> int:
     masks = mask_bytes(a, run, spec.tokens)
     kept = _kept_per_token(spec)
     factors = 0 if spec.recipe.quantization.bits is not None else expert_factor_bytes(a, run).kept  # then made again
-    return spec.tokens * sum(kept.values()) + factors + masks
+    return spec.tokens * sum(kept.values()) + factors + masks + vector_bytes(spec)
 
 
 def _kept_per_token(spec: RunSpec) -> dict[str, int]:
@@ -443,6 +444,7 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     if spec.reference == "adapters off":
         yield _forward(spec, before, "forward of the reference", spec.tokens)
     yield from _teacher_first(spec, before, spec.tokens)
+    yield from _compare_vectors(spec, before)
     head = replace(before, activations=all_kept, communication=layout.buckets)
     tail = layout.tail.gathered
     layers = layout.kept_in_forward
@@ -463,10 +465,34 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
         yield replace(update, temporaries=update_temporaries(spec))
 
 
+VECTOR_COPIES = 5  # of all vectors while they are compared: normalized, and the gradients of both
+
+
+def vector_bytes(spec: RunSpec) -> int:
+    """The vectors of all documents of a step, in fp64, or their gradients; 0 where none are compared."""
+    if not spec.recipe.method_facts.embeds:
+        return 0
+    return FP64 * spec.rows_per_step * spec.recipe.group_size * spec.computed.hidden
+
+
+def _compare_vectors(spec: RunSpec, before: Snapshot) -> Iterator[Snapshot]:
+    """The forwards of the whole step without gradients, and the loss of its vectors."""
+    if not spec.recipe.method_facts.embeds:
+        return
+    vectors = vector_bytes(spec)
+    queries = min(spec.rows_per_step, CONTRASTED_QUERIES)
+    cosines = 3 * FP64 * queries * spec.rows_per_step * (spec.recipe.group_size - 1)
+    forward = _forward(spec, before, "forward of the whole step", spec.tokens)
+    yield replace(forward, activations=forward.activations + vectors)
+    yield replace(before, name="vectors compared", loss=VECTOR_COPIES * vectors + cosines)
+
+
 def loss_bytes(spec: RunSpec) -> int:
     """One chunk of logits, and the gradients that the loss computes in its forward: of head and hidden states."""
     a = spec.computed
     run = spec.computation
+    if spec.recipe.method_facts.embeds:
+        return (2 * run.itemsize + FP64) * a.hidden * spec.tokens  # states that are pooled, cast, their gradient
     cast_head = run.itemsize * a.head_rows * a.hidden if run.autocast else 0
     head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
     hidden = 2 * run.itemsize * a.hidden * spec.tokens  # a copy of the trained positions, and its gradient
@@ -494,6 +520,8 @@ def loss_backward_bytes(spec: RunSpec) -> int:
     """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in between."""
     a = spec.computed
     run = spec.computation
+    if spec.recipe.method_facts.embeds:
+        return (2 * run.itemsize + FP64) * a.hidden * spec.tokens
     if spec.weighs_documents:
         return log_probability_backward_bytes(a, spec.tokens, run, _head_gradient(spec))
     cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0

@@ -121,6 +121,12 @@ def _describe_method(spec: RunSpec) -> list[str]:
     if spec.recipe.method_facts.scores:
         scored = f"{counted(spec.architecture.scores, 'score')} of each document, at its last token"
         return [f"method     {spec.recipe.method.method}: {scored}"]
+    if spec.recipe.method_facts.embeds:
+        documents = counted(spec.rows_per_step * (spec.recipe.group_size - 1), "document")
+        return [
+            f"method     {spec.recipe.method.method}: {counted(spec.rows_per_step, 'query')} among {documents} a step; "
+            "one more forward of each micro-batch, without gradients"
+        ]
     rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
     references = {
         "adapters off": "the model with its adapters off: one more forward of each micro-batch, without gradients",

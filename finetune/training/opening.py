@@ -42,6 +42,11 @@ class OpenedRun:
         return self.recipe.score_names, find_pad_id(self.tokenizer)
 
     @property
+    def trains_head(self) -> bool:
+        """Whether the output head is asked for anything."""
+        return not self.recipe.method_facts.embeds
+
+    @property
     def blank_document(self) -> BlankDocument | None:
         """Of a small image, for a model whose rows may hold images; None where none holds one."""
         if self._holds_no_image:
@@ -72,6 +77,8 @@ def open_run(recipe: Recipe, world: World, machine: MachineFacts, phases: Phases
     """
     folder = open_run_folder(recipe, world) if saves else None
     tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
+    if recipe.method_facts.embeds and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # whoever embeds texts together pads them
     if folder is not None:
         recipe = fix_template_date(recipe, folder, tokenizer, world)
     vocabulary = plan_vocabulary(tokenizer, recipe.model)
