@@ -371,10 +371,10 @@ def write_metadata(
         _write_json(folder / CONFIG_FILE, target.written_config(weights.dtype, options.trust_remote_code))
         _write_json(folder / GENERATION_FILE, _generation_config(source, target))
         if is_embedder(source.recipe):
-            for path, content in describe_sentence_transformer(source.recipe, _read_hidden(source)).items():
-                (folder / path).parent.mkdir(exist_ok=True)
-                _write_json(folder / path, content)
-                sync_folder((folder / path).parent)
+            for name, content in describe_sentence_transformer(source.recipe, _read_hidden(source)).items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                _write_json(folder / name, content)
+                sync_folder((folder / name).parent)
     if weights.model:
         keys: Any = {"merge": weights.merge, "formats": options.formats, "of_base": weights.account.sentences}
         _write_text(folder / CARD_FILE, model_card(source, title, **keys))

@@ -20,6 +20,7 @@ from finetune.export.formats import load_planners
 from finetune.export.merge_choice import choose_merge
 from finetune.export.publish import ExportOptions, check_disk_space, check_request, is_alone, publish
 from finetune.export.reload_process import ReloadProcess
+from finetune.export.sentence_transformer import is_embedder
 from finetune.export.source import Source, open_source
 from finetune.export.target import TargetModel, describe_target
 from finetune.export.values import refuse_idle
@@ -124,6 +125,8 @@ def export_source(
     others = sorted(set(options.formats) - {SAFETENSORS})
     if has_scores(target.model) and others:
         raise UserError(f"{source.path}: {others[0]} has no head of scores; export safetensors, and no other format")
+    if is_embedder(source.recipe) and others:
+        raise UserError(f"{source.path}: {others[0]} has no pooling; export safetensors, and no other format")
     if source.adapter is not None and options.verify:
         refuse_idle(source.adapter, str(source.path))
     merge = choose_merge(source, target, options, log)  # with all cores: it computes more than it reads

@@ -11,7 +11,7 @@ POOLING = "1_Pooling/config.json"
 
 def is_embedder(recipe: Mapping[str, Any]) -> bool:
     """Whether a recipe, as a flat mapping, trains embeddings."""
-    method = recipe.get("method")
+    method = str(recipe.get("method"))
     return method in METHODS and METHODS[method].embeds
 
 

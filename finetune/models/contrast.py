@@ -87,5 +87,5 @@ def _split_queries(units: Tensor, group_size: int) -> list[tuple[Tensor, Tensor,
     queries = places[is_query]
     documents = places[~is_query]
     own = torch.arange(len(queries), device=units.device) * (group_size - 1)
-    parts = zip(queries.split(CONTRASTED_QUERIES), own.split(CONTRASTED_QUERIES), strict=True)
+    parts = zip(torch.split(queries, CONTRASTED_QUERIES), torch.split(own, CONTRASTED_QUERIES), strict=True)
     return [(some, documents, own_of_some) for some, own_of_some in parts]

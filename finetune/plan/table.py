@@ -124,8 +124,8 @@ def _describe_method(spec: RunSpec) -> list[str]:
     if spec.recipe.method_facts.embeds:
         documents = counted(spec.rows_per_step * (spec.recipe.group_size - 1), "document")
         return [
-            f"method     {spec.recipe.method.method}: {counted(spec.rows_per_step, 'query')} among {documents} a step; "
-            "one more forward of each micro-batch, without gradients"
+            f"method     {spec.recipe.method.method}: {counted(spec.rows_per_step, 'pair')} a step, each query among "
+            f"{documents}; one more forward of each micro-batch, without gradients"
         ]
     rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
     references = {
