@@ -217,14 +217,15 @@ class Data:
         "The names of the classes, in the order of their scores. A row has one of them in label_column, or its "
         "place in this list, from 0."] = ()
     pooling: Annotated[Pooling, SameOnResume,
-        "embed: what of a document's last hidden states is its embedding: that of its last token, or the mean of all, "
+        "What of a document's last hidden states is its embedding: that of its last token, or the mean of all, "
         "by sentence-transformers' names."] = "lasttoken"
     query_prompt: Annotated[str, SameOnResume,
-        "embed: what stands before each query, such as an instruction; an export says so to sentence-transformers."
+        "Before each query that is embedded, such as an instruction; an export names it to sentence-transformers."
     ] = ""
-    document_prompt: Annotated[str, SameOnResume, "embed: what stands before each document."] = ""
+    document_prompt: Annotated[str, SameOnResume, "Before each document that is embedded."] = ""
     num_negatives: Annotated[int, Ge(0), SameOnResume,
-        "embed: how many of a row's negatives are read, the first ones; a row needs as many."] = 0
+        "How many documents of a retrieval row that do not answer its query are read, the first ones; each row needs "
+        "as many."] = 0
     streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
     dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; null: one for each core."] = None
     dataset_cache_dir: Annotated[str | None, "Where tokenized rows are kept; null: in the Hugging Face cache."] = None

@@ -102,7 +102,7 @@ class Group:
     documents: tuple[Document, ...]
     rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
     score: int | None = None  # the class of its documents, of which the last token is scored; None: they are not
-    pooling: Pooling | None = None  # how each document becomes one vector; None: it does not
+    pooling: Pooling | None = field(default=None, repr=False)  # how each document becomes one vector; None: it does not
 
 
 @dataclass(frozen=True, slots=True)

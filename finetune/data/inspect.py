@@ -174,8 +174,7 @@ def name_side(examples: Examples, example_id: int) -> str:
     if examples.group_size == 1:
         return ""
     if _is_pooled(examples, example_id):
-        place = example_id % examples.group_size
-        return "query" if place == 0 else "document" if place == 1 else "negative"
+        return ("query", "document", "negative")[min(example_id % examples.group_size, 2)]
     if not examples.is_rated:
         return ("chosen", "rejected")[example_id % 2]
     (rating,) = examples.take(np.array([example_id // 2 * 2, example_id // 2 * 2 + 1])).find_ratings()

@@ -212,7 +212,7 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
             "recipe to begin with"
         )
     if options.method in METHODS and METHODS[options.method].embeds:
-        raise UserError(f"--method: {options.method}: docs/embed.md has a recipe to begin with")
+        raise UserError(f"--method: {options.method}: docs/embeddings.md has a recipe to begin with")
     known = BY_KIND[data.kind]
 
     def read(name: str) -> str:

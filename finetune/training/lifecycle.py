@@ -46,8 +46,8 @@ from finetune.training.callbacks import Hooks, Tracker, list_trackers, open_trac
 from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
 from finetune.training.metrics import MetricsLog, find_fp8_share, peak_flops
+from finetune.training.objectives.contrastive import ContrastiveObjective
 from finetune.training.objectives.distill import Distillation, find_stored_teacher, teacher_flop_per_token
-from finetune.training.objectives.embedding import ContrastiveObjective
 from finetune.training.objectives.objective import SFT, Objective, Objectives
 from finetune.training.objectives.policy import PolicyObjective, make_policy_objectives
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective

@@ -28,7 +28,7 @@ from finetune.export.export import export
 from finetune.models.contrast import contrast
 from finetune.plan.plan import format_plan, make_plan
 from finetune.session import Session
-from finetune.training.objectives.embedding import embed_documents
+from finetune.training.objectives.contrastive import embed_documents
 from tests.conftest import make_model
 from tests.training.layouts import assert_bit_equal, assert_losses, steps_of, train_all, write_config, write_recipe
 from tests.training.reference import Alone, _cosine, _with_adapters
@@ -52,6 +52,8 @@ RUNS: dict[str, tuple[int, str, dict[str, int], list[str]]] = {
     "fsdp1": (3, "FULL_SHARD", {}, ["per_device_train_batch_size=4", "packing=false"]),
     "cp": (2, "full_shard", {"cp_size": 2}, ["per_device_train_batch_size=7"]),
     "two": (2, "full_shard", {}, ["per_device_train_batch_size=40"]),
+    "offload": (2, "offload", {}, ["per_device_train_batch_size=16"]),
+    "checkpointed": (2, "full_shard", {}, ["per_device_train_batch_size=16"]),
 }
 
 
@@ -102,7 +104,7 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str], Path]:
     for count in sorted({ranks for ranks, *_ in RUNS.values()}):
         listed = []
         for name, (ranks, layout, sizes, keys) in RUNS.items():
-            config = write_config(folder, layout, sizes=sizes or None)
+            config = write_config(folder, layout, sizes=sizes or None, checkpointing=name == "checkpointed")
             for kind, recipe in recipes.items():
                 if ranks == count:
                     listed.append((recipe, config, [*keys, f"output_dir={folder / name / kind}"]))
@@ -208,6 +210,30 @@ def test_losses_and_norms_are_those_of_the_whole_batch(
     for line, one in zip(lines, first if name != "lora" else lines, strict=True):
         assert line["recall@1"] == pytest.approx(one["recall@1"], abs=1e-6)
         assert line["loss"] == pytest.approx(one["loss"], rel=2e-6)
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_has_the_same_losses(
+    recipes: dict[str, Path], plain: Callable[[str, bool], list[tuple[float, float]]], folder: Path
+) -> None:
+    config = write_config(folder / "model", "full_shard", mesh=(2, 2))
+    keys = ["per_device_train_batch_size=3"]
+    listed = [(recipe, config, [*keys, f"output_dir={folder / 'hybrid' / kind}"]) for kind, recipe in recipes.items()]
+    train_all(folder, listed, ranks=4)
+    for kind in recipes:
+        assert_losses(folder / "hybrid" / kind, plain(kind, False))
+
+
+def test_divided_experts_have_the_losses_of_one_rank(recipes: dict[str, Path], folder: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = make_model(folder / "mixture", model_type="qwen3_moe", initializer_range=0.1, **sizes)
+    keys = [f"model_name_or_path={model}", "per_device_train_batch_size=9", "export_at_end=false"]
+    for ranks, layout, more in ((1, "single", []), (2, "full_shard", ["expert_parallel_size=2"])):
+        config = write_config(folder, layout)
+        overrides = [*keys, *more, f"output_dir={folder / f'experts-{ranks}'}"]
+        train_all(folder, [(recipes["mean"], config, overrides)], ranks=ranks)
+    alone = [(line["loss"], line["grad_norm"]) for line in steps_of(folder / "experts-1")]
+    assert_losses(folder / "experts-2", alone)
 
 
 @pytest.mark.parametrize("kind", RECIPES)
