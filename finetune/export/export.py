@@ -288,5 +288,6 @@ def describe_use(commands: Mapping[str, str]) -> list[str]:
     >>> describe_use({"vLLM": "vllm serve out"})
     ['use     vLLM          vllm serve out']
     """
-    lines = [f"{program:<14}{command}" for program, command in commands.items()]
+    width = max(14, *(len(program) + 2 for program in commands)) if commands else 0
+    lines = [f"{program:<{width}}{command}" for program, command in commands.items()]
     return [f"{'use' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]

@@ -136,9 +136,9 @@ def build_model(
     _install_forward(built, model, world, optimization, frozen if lora.use_peft else DTYPES[model.dtype])
     if not lora.use_peft:
         freeze_modules(built, model)
+        refuse_frozen_tokens(built, vocabulary)
         if not trains_head and head_of(built).weight is not built.get_input_embeddings().weight:  # type: ignore
             head_of(built).requires_grad_(False)
-        refuse_frozen_tokens(built, vocabulary)
     else:
         values = _adapt(built, lora, quantization, base, stored, seed, frozen)
     unreached = freeze_unreached(built, blank_document) if blank_document is not None else ()

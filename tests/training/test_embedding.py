@@ -46,7 +46,7 @@ RUNS: dict[str, tuple[int, str, dict[str, int], list[str]]] = {
     "one": (1, "single", {}, ["per_device_train_batch_size=1"]),
     "seven": (1, "single", {}, ["per_device_train_batch_size=7", "packing=false"]),
     "whole": (1, "single", {}, [f"per_device_train_batch_size={PAIRS}"]),
-    "lora": (1, "single", {}, ["per_device_train_batch_size=9", "use_peft=true", "lora_r=4"]),
+    "lora": (2, "full_shard", {}, ["per_device_train_batch_size=9", "use_peft=true", "lora_r=4"]),
     "ddp": (3, "ddp", {}, ["per_device_train_batch_size=5"]),
     "fsdp2": (3, "full_shard", {}, ["per_device_train_batch_size=7"]),
     "fsdp1": (3, "FULL_SHARD", {}, ["per_device_train_batch_size=4", "packing=false"]),
@@ -477,6 +477,20 @@ def test_what_does_not_go_with_embeddings_is_refused(keys: str, recipes: dict[st
         facts = read_facts(load_config(recipe.model, None), str(folder / "model"), 512)
         refuse_problems(find_problems(recipe, layout, facts, ranks=2))
     assert REFUSED[keys] in str(error.value), str(error.value)
+
+
+def test_a_dry_run_a_report_and_rows_of_a_script(
+    runs: Callable[[str, str], Path], recipes: dict[str, Path], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(folder, "single"))
+    dry = ["launch", "--recipe", str(recipes["last"]), "--config", config, "--dry-run", f"output_dir={folder / 'dry'}"]
+    assert main(dry) == 0
+    assert "160 pairs" in capsys.readouterr().out
+    assert main(["report", str(runs("one", "last")), "--output", str(folder / "report.html")]) == 0
+    assert "Held-out recall@1" in (folder / "report.html").read_text()
+    with Session(read_recipe(str(recipes["last"])), read_sharding(config, None, {}), saves=False) as session:
+        rows = [{"query": f"What is {n}?", "positive": f"It is {n}."} for n in range(5)]
+        assert session.forward_backward(rows).metrics["recall@10"] == 1.0
 
 
 def test_tensor_parallelism_is_refused(recipes: dict[str, Path], folder: Path) -> None:
