@@ -480,12 +480,12 @@ def test_what_does_not_go_with_embeddings_is_refused(keys: str, recipes: dict[st
 
 
 def test_a_dry_run_a_report_and_rows_of_a_script(
-    runs: Callable[[str, str], Path], recipes: dict[str, Path], folder: Path, capsys: pytest.CaptureFixture[str]
+    runs: Callable[[str, str], Path], recipes: dict[str, Path], folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = str(write_config(folder, "single"))
     dry = ["launch", "--recipe", str(recipes["last"]), "--config", config, "--dry-run", f"output_dir={folder / 'dry'}"]
     assert main(dry) == 0
-    assert "160 pairs" in capsys.readouterr().out
+    assert "160 pairs" in capfd.readouterr().out
     assert main(["report", str(runs("one", "last")), "--output", str(folder / "report.html")]) == 0
     assert "Held-out recall@1" in (folder / "report.html").read_text()
     with Session(read_recipe(str(recipes["last"])), read_sharding(config, None, {}), saves=False) as session:
