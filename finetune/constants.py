@@ -11,6 +11,7 @@ IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's c
 # Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A new length costs: a
 # CPU compiles bf16 products for every shape and keeps them (oneDNN), a GPU's allocator finds no block that fits.
 ROUND_TOKENS = 64
+CONTRASTED_QUERIES = 1024  # whose cosines with all documents of a step are computed at once
 PROMPTS_AT_ONCE = 16  # read together before their completions are sampled
 
 # Of the probability ratios of sampled tokens: the borders of a histogram, and the metrics that hold its shares.

@@ -43,6 +43,7 @@ from finetune.models.lora import seed_of
 from finetune.models.probe import check_training_forward
 from finetune.optim.optimizers import build_optimizer
 from finetune.plan.architecture import find_local_facts
+from finetune.rollout.reward_models import check_reward_models
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
 from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
@@ -206,6 +207,7 @@ class Session:
                 recipe.quantization_aware,
                 self._opened.blank_document,
                 self._opened.scores,
+                self._opened.trains_head,
             )
             self._opened.refuse_unreached_tower(model)
             optimizer = build_optimizer(model, recipe.optimization, self.world)
@@ -233,9 +235,11 @@ class Session:
                 self._opened.vocabulary,
                 self._opened.blank_document,
                 self._opened.scores,
+                self._opened.trains_head,
             )
         if recipe.teacher is not None and is_here(recipe.teacher):
             build_teacher(recipe, self.world)
+        check_reward_models(recipe)
 
     @property
     def model(self) -> nn.Module:

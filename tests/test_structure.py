@@ -128,7 +128,8 @@ TABLES = {
         ("config/families.py", "data/tokenizer.py", "export/formats/gguf_tokenizer.py", *OTHER_TOOLS),
     ),
     "methods": (
-        [name for name in METHODS if name not in (DEFAULT_METHOD, "reward")],  # which is a word of grpo's, too
+        # A word of grpo's, and one of parameters' names.
+        [name for name in METHODS if name not in (DEFAULT_METHOD, "reward", "embed")],
         ("config/methods.py", "training/objectives/preference.py", *OTHER_TOOLS),
     ),
 }

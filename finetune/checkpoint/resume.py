@@ -76,6 +76,7 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "adapter": (("adapter_name_or_path",), f"adapter_name_or_path: {STARTED}"),
     "metrics": (("metrics",), "metrics: the same functions are named, but their files have changed"),
     "rewards": (("rewards",), "rewards: the same functions are named, but their files have changed"),
+    "reward_models": (("rewards",), "rewards: the same models are named, but their files have changed"),
     "tools": (("tools",), "tools: the same functions are named, but their files have changed"),
     "callbacks": (("callbacks",), "callbacks: the same classes are named, but their files have changed"),
     "teacher": (OF_TEACHER, f"{OF_TEACHER[0]}: the same name is given, but its config.json or weights have changed"),
@@ -85,10 +86,11 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
 def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData | None, world: World) -> dict[str, str]:
     """A hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
 
-    Every byte of a base under LoRA, of a base that is the reference, and of a teacher is read; of others, what an
-    export carries over.
+    Every byte of a base under LoRA, of a base that is the reference, of a teacher and of reward models is read; of
+    others, what an export carries over.
     """
-    for model in (recipe.model, recipe.teacher):
+    paying = [Model(model_name_or_path=name) for name in recipe.rollout.reward_models]
+    for model in (recipe.model, recipe.teacher, *paying):
         if model is not None and model.model_name_or_path is not None:
             weights_folder(model)  # a hub's are downloaded first, on every node
     hashes: dict[str, str] = RankGroup(world).on_main(lambda: _read_fingerprints(recipe, tokenizer, data))
@@ -115,9 +117,10 @@ def find_changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], 
 
 
 def refuse_damaged_model(recipe: Recipe) -> None:
-    """Raises `UserError` if the model or its teacher is a damaged checkpoint; loading compares no checksum."""
-    named = {"model_name_or_path": recipe.model, "teacher_model_name_or_path": recipe.teacher}
-    for key, model in named.items():
+    """Raises `UserError` if a model that is read is a damaged checkpoint; loading compares no checksum."""
+    named = [("model_name_or_path", recipe.model), ("teacher_model_name_or_path", recipe.teacher)]
+    named += [("rewards", Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
+    for key, model in named:
         name = None if model is None else model.model_name_or_path
         checkpoint = find_checkpoint_of(Path(name)) if name is not None else None
         if checkpoint is not None and (problems := find_damage(checkpoint, parts=[MODEL])):
@@ -137,6 +140,10 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
         _refuse_other_base(adapter, hashes.get("base"), recipe)
     if teacher is not None and recipe.method_facts.needs_teacher:
         hashes["teacher"] = durable.hash_json([_hash_config(teacher), hash_weights(teacher)])
+    if recipe.rollout.reward_models:
+        folders = [weights_folder(Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
+        each = [[_hash_config(folder), hash_weights(folder)] for folder in folders]
+        hashes["reward_models"] = durable.hash_json(each)
     return hashes
 
 
@@ -164,7 +171,7 @@ def _hash_code(recipe: Recipe) -> dict[str, str]:
     named = {
         "metrics": recipe.run.metrics,
         "callbacks": recipe.run.callbacks,
-        "rewards": [name for name in recipe.rollout.rewards if name not in SHIPPED_REWARDS],
+        "rewards": [name for name in recipe.rollout.reward_functions if name not in SHIPPED_REWARDS],
         "tools": [name for name in recipe.rollout.tools if name not in SHIPPED_REWARDS],
     }
     hashes = {}

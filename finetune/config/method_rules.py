@@ -1,10 +1,20 @@
 """The rules of the method: its keys, rows and losses, and what sampling allows. Torch-free."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, POLICY_LOSSES, RATED, Method, RolloutKeys
+from finetune.config.methods import (
+    COLUMN_KEYS,
+    LABEL_KEYS,
+    METHODS,
+    PAIRED,
+    POLICY_LOSSES,
+    RATED,
+    Method,
+    RolloutKeys,
+    name_of_reward,
+)
 from finetune.config.rule import Case, Rule, all_of, has_ep, has_fp8, has_sp, is_fsdp1, is_set, no_effect
 
 
@@ -55,14 +65,14 @@ def _names_apart(key: str) -> Rule:
     """A rule: metrics know a reward, and calls a tool, by the name of its function alone."""
 
     def find(case: Case) -> str | None:
-        names = [name.rpartition(":")[2] for name in case[key] or ()]
+        names = [name_of_reward(name) for name in case[key] or ()]
         return next((name for name in names if names.count(name) > 1), None)
 
     return Rule(
         name=f"two {key} of one name",
         keys=(key,),
         when=find,
-        message=lambda case: f"{key}: two functions are named {find(case)}, under which metrics and calls know both",
+        message=lambda case: f"{key}: two are named {find(case)}, under which metrics and calls know both",
         advice="rename one of them",
     )
 
@@ -83,18 +93,41 @@ def _refused(name: str, why: str, advice: str = "", *, when: Callable[[Case], ob
     )
 
 
-def _unscored(name: str, why: str, when: Callable[[Case], object] | None = None, advice: str = "") -> Rule:
-    """A rule: a key that is set, or a layout where `when` holds, cannot be combined with a head of scores."""
+def _unwritten(name: str, why: str, when: Callable[[Case], object] | None = None, advice: str = "") -> Rule:
+    """A rule: a key that is set, or a layout where `when` holds, cannot be combined with what writes no text."""
     key = name.partition(":")[0]
     is_so = when or is_set(name)
     return Rule(
-        name=f"{name} with a head of scores",
+        name=f"{name} without text",
         keys=(key, "method"),
         needs=("layout",) if key.endswith("_size") else (),
-        when=lambda c: c.recipe.method_facts.scores and is_so(c),
+        when=lambda c: not c.recipe.method_facts.writes_text and is_so(c),
         message=lambda c: f"{name} cannot be combined with method: {c['method']}: {why}",
         advice=advice or f"remove {key}",
     )
+
+
+def _unembedded(name: str, why: str, is_so: Callable[[Case], object]) -> Rule:
+    """A rule: a key, or a layout, cannot be combined with embeddings, whose loss is one of the whole step."""
+    key = name.partition(":")[0]
+    return Rule(
+        name=f"{name} with embeddings",
+        keys=(key, "method"),
+        when=lambda c: c.recipe.method_facts.embeds and is_so(c),
+        message=lambda c: f"{name} cannot be combined with method: {c['method']}: {why}",
+        advice=f"remove {key}",
+    )
+
+
+TWICE = "each document is computed twice, once for the loss of the whole step and once for its own gradient, and "
+NOT_EMBEDDED: Mapping[str, tuple[str, Callable[[Case], object]]] = {
+    "streaming": ("the documents of a step are drawn from all rows", is_set("streaming")),
+    "neftune_noise_alpha": (f"{TWICE}the noise would be another", is_set("neftune_noise_alpha")),
+    "pipeline_parallel_size": (
+        f"{TWICE}a stage cannot compute a whole forward",
+        lambda c: c["pipeline_parallel_size"] > 1,
+    ),
+}
 
 
 def _refused_by_server(key: str, why: str, is_so: Callable[[Case], object]) -> Rule:
@@ -231,35 +264,43 @@ RULES: tuple[Rule, ...] = (
     ),
     no_effect("labels", "with method: {method}", lambda c: c.recipe.method_facts.rows != "classes", "method"),
     *(
-        _unscored(key, "a head of scores writes no text")
+        _unwritten(key, "it trains a model that writes no text")
         for key in ("sample_prompts", "exact_match_samples", "eot_tokens", "train_mtp")
     ),
     *(
-        _unscored(key, "the last token of a document is scored, and no other is trained on")
+        _unwritten(key, "a document is read to its end, and none of its tokens is predicted")
         for key in ("assistant_only_loss", "turns", "train_on_reasoning")
     ),
-    _unscored(
-        "overlength", "a document that is cut has lost the token that is scored",
+    _unwritten(
+        "overlength", "a document that is cut has lost the token that is read",
         lambda c: c["overlength"] in ("truncate", "split"), "set drop or error",
     ),
-    _unscored(
-        "export_formats", "other formats have no head of scores",
+    _unwritten(
+        "export_formats", "other formats have neither a head of scores nor pooling",
         lambda c: c["export_formats"] != ("safetensors",), "set [safetensors]",
     ),
-    _unscored(
+    _unwritten(
         "tp_size", "it divides the head by its vocabulary", lambda c: c.layout.divides_matrices, "set tp_size to 1"
+    ),
+    *(
+        _unembedded(key, why, is_so)
+        for key, (why, is_so) in NOT_EMBEDDED.items()
+    ),
+    *(
+        no_effect(key, "with method: {method}", lambda c: not c.recipe.method_facts.embeds, "method")
+        for key in ("pooling", "query_prompt", "document_prompt", "num_negatives")
     ),
     Rule(
         name="scores of a vision-language model", keys=("method", "drop_vision"), needs=("model",),
-        when=lambda c: c.recipe.method_facts.scores and c.is_whole,
-        message="method: {method} cannot be combined with a vision-language model: its scores read text alone",
+        when=lambda c: not c.recipe.method_facts.writes_text and c.is_whole,
+        message="method: {method} cannot be combined with a vision-language model: it reads text alone",
         advice="name a language model",
     ),
     Rule(
         name="no rewards", keys=("rewards", "method"),
         when=lambda c: samples(c) and not c["rewards"] and not c.recipe.method_facts.needs_teacher,
         message="method: {method} learns from rewards",
-        advice="set rewards, such as [exact_answer] or [my_rewards.py:right]",
+        advice="set rewards, such as [exact_answer], [my_rewards.py:right] or [runs/reward/export], a reward model",
     ),
     Rule(
         name="held-out prompts without rewards", keys=("rewards", "eval_datasets", "eval_split_size"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from finetune.config.keys import FileOrName, Positive, PythonName, SameOnResume
+from finetune.constants import EXPORT
 
 # Rewards that ship: name -> what it gives. The functions are in rollout/shipped_rewards.py.
 SHIPPED_REWARDS: Mapping[str, str] = {
@@ -49,15 +50,37 @@ DEFAULT_POLICY_LOSS = "dapo"
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
+def is_reward_model(name: str) -> bool:
+    """Whether an entry of `rewards` is a model, and no function.
+
+    >>> [name for name in ("number", "my_rewards.py:short", "runs/reward/export") if is_reward_model(name)]
+    ['runs/reward/export']
+    """
+    return name not in SHIPPED_REWARDS and ".py:" not in name
+
+
+def name_of_reward(name: str) -> str:
+    """What metrics call an entry of `rewards`: a function by its name, a model by its folder's, or its run's.
+
+    >>> [name_of_reward(name) for name in ("my_rewards.py:short", "runs/helpful/export", "org/Skywork-Reward")]
+    ['short', 'helpful', 'Skywork-Reward']
+    """
+    if not is_reward_model(name):
+        return name.rpartition(":")[2]
+    parts = name.rstrip("/").split("/")
+    return parts[-2] if parts[-1] == EXPORT and len(parts) > 1 else parts[-1]
+
+
 # A key: its type and marks, then its help and default.
 # fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutKeys:
     """How completions are sampled from the model in training, and what they are worth."""
 
-    rewards: Annotated[tuple[str, ...], PythonName, SameOnResume,
-        "What a completion is worth: functions of files of yours, such as my_rewards.py:right, with TRL's arguments, "
-        "and these names: " + "; ".join(f"{name}: {says}" for name, says in SHIPPED_REWARDS.items()) + "."] = ()
+    rewards: Annotated[tuple[str, ...], PythonName, FileOrName, SameOnResume,
+        "What a completion is worth: functions of files of yours, such as my_rewards.py:right, with TRL's arguments; "
+        "reward models, by folder or hub name, which score the conversation; and these names: "
+        + "; ".join(f"{name}: {says}" for name, says in SHIPPED_REWARDS.items()) + "."] = ()
     tools: Annotated[tuple[str, ...], PythonName, SameOnResume,
         "What the model may call before it answers: functions of files of yours, such as my_tools.py:multiply, with "
         "type hints and a docstring that describes each argument, as TRL's. What they answer is part of the completion "
@@ -122,6 +145,16 @@ class RolloutKeys:
     ] = "error"
 
     @property
+    def reward_models(self) -> tuple[str, ...]:
+        """Those of `rewards` that are models, by folder or hub name."""
+        return tuple(name for name in self.rewards if is_reward_model(name))
+
+    @property
+    def reward_functions(self) -> tuple[str, ...]:
+        """Those of `rewards` that are functions, of files or by the names of those that ship."""
+        return tuple(name for name in self.rewards if not is_reward_model(name))
+
+    @property
     def updates_per_generation(self) -> int:
         """The optimizer steps on what is sampled together; after the first, the model is not the sampled one."""
         return self.num_iterations * self.steps_per_generation
@@ -129,9 +162,9 @@ class RolloutKeys:
 
 
 DEFAULT_METHOD = "sft"
-RowKind = Literal["answers", "pairs", "ratings", "prompts", "scored_pairs", "classes"]
+RowKind = Literal["answers", "pairs", "ratings", "prompts", "scored_pairs", "classes", "retrieval"]
 # Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one;
-# a document with its class.
+# a document with its class; a query with its document, to which negatives come (`Recipe.group_size`).
 GROUP_SIZES: Mapping[RowKind, int] = {
     "answers": 1,
     "pairs": 2,
@@ -139,6 +172,7 @@ GROUP_SIZES: Mapping[RowKind, int] = {
     "prompts": 1,
     "scored_pairs": 2,
     "classes": 1,
+    "retrieval": 2,
 }
 SCORED: tuple[RowKind, ...] = ("scored_pairs", "classes")  # whose documents have one label, at their last token
 
@@ -171,8 +205,18 @@ class MethodFacts:
         return self.rows in SCORED
 
     @property
+    def embeds(self) -> bool:
+        """Whether each document becomes one vector, which is compared with those of all others in the step."""
+        return self.rows == "retrieval"
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether the trained model predicts tokens."""
+        return not (self.scores or self.embeds)
+
+    @property
     def documents(self) -> int:
-        """Documents in a group, which no batch takes apart."""
+        """Documents in a group, which no batch takes apart, at least."""
         return GROUP_SIZES[self.rows]
 
 
@@ -220,6 +264,10 @@ METHODS: Mapping[str, MethodFacts] = {
         says="learns which of the classes a text or a conversation belongs to", rows="classes",
         defaults={"overlength": "drop"},  # a document that is cut has lost the token that is scored
     ),
+    "embed": MethodFacts(
+        says="learns embeddings, in which a query lies near its document and far from all others of the step",
+        rows="retrieval", keys=("temperature", "matryoshka_dims"), defaults={"overlength": "drop", "temperature": 0.05},
+    ),
 }  # fmt: skip
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows in ("pairs", "scored_pairs"))
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
@@ -264,7 +312,7 @@ class Method:
         "divergence."] = 0.5
     temperature: Annotated[float, Gt(0), SameOnResume,
         "What logits are divided by: distill: those of teacher and student; grpo, on_policy_distill: all, in sampling "
-        "and in training."] = 1.0
+        "and in training; embed: the cosines of a query and the documents, by 0.05 unless it is given."] = 1.0
     distill_top_k: Annotated[int | None, Gt(0), SameOnResume,
         "distill: ask the teacher once, before training: at each trained token its k likeliest tokens are stored in "
         "files, and the divergence is over them and all others together. null: ask it in each step."] = None
@@ -273,13 +321,16 @@ class Method:
     center_rewards_coefficient: Annotated[float | None, Gt(0), SameOnResume,
         "reward: add the square of the two scores' sum, times this, so that scores lie around zero "
         "(Eisenstein et al. 2023)."] = None
+    matryoshka_dims: Annotated[tuple[Positive, ...], SameOnResume,
+        "embed: the sum of the losses of embeddings that are cut to these lengths, such as [1024, 256, 64] (Kusupati "
+        "et al. 2022). Empty: of whole ones."] = ()
 # fmt: on
 
 
 # The keys of an entry of `datasets` that name columns of only some rows.
 COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
-    "chosen_column": ("pairs", "scored_pairs", "ratings"),
-    "rejected_column": ("pairs", "scored_pairs", "ratings"),
+    "chosen_column": ("pairs", "scored_pairs", "ratings", "retrieval"),
+    "rejected_column": ("pairs", "scored_pairs", "ratings", "retrieval"),
     "label_column": ("ratings", "classes"),
     "answers_apart": ("answers",),
 }
@@ -315,5 +366,9 @@ def _show(value: Any) -> str:
     'exact_answer + rewards.py:short'
     """
     if isinstance(value, list | tuple):
-        return " + ".join(str(each).rpartition("/")[2] for each in value)
+        return " + ".join(_show_name(str(each)) for each in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _show_name(text: str) -> str:
+    return text.rpartition("/")[2] if ".py:" in text else name_of_reward(text)

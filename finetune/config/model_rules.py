@@ -379,6 +379,13 @@ RULES: tuple[Rule, ...] = (
         fix={"activation_checkpointing_keeps": "attention"},
     ),
     model_rule(
+        "embeddings cut beyond their length", "matryoshka_dims",
+        when=lambda c: max(c["matryoshka_dims"], default=0) > c.model.hidden,
+        message=lambda c: f"matryoshka_dims: {max(c['matryoshka_dims'])}: the model's states have {c.model.hidden} "
+        "numbers",
+        advice="name smaller lengths",
+    ),
+    model_rule(
         "auxiliary loss of a dense model", "router_aux_loss_coef",
         when=lambda c: c["router_aux_loss_coef"] and not c.model.experts,
         message="router_aux_loss_coef: {name} is a dense model ({model.model_type})",

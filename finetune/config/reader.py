@@ -352,7 +352,9 @@ def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
     if key.is_patterns:
         _check_patterns(value or ())
     if key.is_python_name and value is not None:
-        return _locate_functions(value, SHIPPED_REWARDS if entry.key == "rewards" else (), folder)
+        if key.is_file_or_name:
+            return tuple(_locate_reward(name, folder) for name in value)
+        return _locate_functions(value, folder)
     if key.is_file_or_name and isinstance(value, str):
         return _locate_file(value, folder)
     return value
@@ -364,12 +366,23 @@ def _check_patterns(patterns: Sequence[str]) -> None:
             raise _Unfit(problem)
 
 
-def _locate_functions(value: str | Sequence[str], shipped: Collection[str], folder: Path) -> str | tuple[str, ...]:
+def _locate_functions(value: str | Sequence[str], folder: Path) -> str | tuple[str, ...]:
     """Returns the functions' names, a file's from here or the recipe's folder."""
     try:
         if isinstance(value, str):
-            return locate(value, folder, shipped)
-        return tuple(locate(name, folder, shipped) for name in value)
+            return locate(value, folder)
+        return tuple(locate(name, folder) for name in value)
+    except ValueError as error:
+        raise _Unfit(str(error)) from None
+
+
+def _locate_reward(value: str, folder: Path) -> str:
+    """Returns what a completion is worth by: a function, as it ships or in a file, or the folder or name of a model."""
+    is_folder = any(path.is_dir() for path in (Path(value).expanduser(), folder / value))
+    if value not in SHIPPED_REWARDS and ".py" not in value and ("/" in value or is_folder):
+        return _locate_file(value, folder)
+    try:
+        return locate(value, folder, SHIPPED_REWARDS)
     except ValueError as error:
         raise _Unfit(str(error)) from None
 

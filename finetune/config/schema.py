@@ -83,6 +83,7 @@ RENDERINGS: Mapping[str, FormatFacts] = {
         "pairs of a chosen and a rejected answer, as turns of the model's chat template", is_chat=True
     ),
     "preference_text": FormatFacts("pairs of a chosen and a rejected answer, joined without a chat template"),
+    "retrieval": FormatFacts("queries with the documents that answer them, each a text of its own"),
     "prompt_completion_messages": FormatFacts(
         "prompts with their answers, as turns of the model's chat template", is_chat=True
     ),
@@ -133,6 +134,7 @@ class Lora:
 
 PipelineSchedule = Literal["1f1b", "interleaved_1f1b"]
 Turns = Literal["auto", "split", "whole", "last"]
+Pooling = Literal["lasttoken", "mean"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +158,9 @@ class DatasetSource:
     completion_column: Annotated[str | None, "The column that holds the completion or answer."] = None
     text_column: Annotated[str | None, "The column that holds plain text."] = None
     chosen_column: Annotated[str | None,
-        "The column that holds the better answer of a pair, or the conversation that ends in it."] = None
-    rejected_column: Annotated[str | None, "The column that holds the worse one."] = None
+        "The column that holds the better answer of a pair, or the conversation that ends in it; of retrieval the "
+        "document that answers the query, which prompt_column names."] = None
+    rejected_column: Annotated[str | None, "The column that holds the worse one, or the negatives."] = None
     label_column: Annotated[str | None,
         "The column that rates an answer: true for a good one, false for a bad one; or that names a row's class."
     ] = None
@@ -213,6 +216,16 @@ class Data:
     labels: Annotated[tuple[str, ...], SameOnResume,
         "The names of the classes, in the order of their scores. A row has one of them in label_column, or its "
         "place in this list, from 0."] = ()
+    pooling: Annotated[Pooling, SameOnResume,
+        "What of a document's last hidden states is its embedding: that of its last token, or the mean of all, "
+        "by sentence-transformers' names."] = "lasttoken"
+    query_prompt: Annotated[str, SameOnResume,
+        "Before each query that is embedded, such as an instruction; an export names it to sentence-transformers."
+    ] = ""
+    document_prompt: Annotated[str, SameOnResume, "Before each document that is embedded."] = ""
+    num_negatives: Annotated[int, Ge(0), SameOnResume,
+        "How many documents of a retrieval row that do not answer its query are read, the first ones; each row needs "
+        "as many."] = 0
     streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
     dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; null: one for each core."] = None
     dataset_cache_dir: Annotated[str | None, "Where tokenized rows are kept; null: in the Hugging Face cache."] = None
@@ -471,9 +484,14 @@ class Recipe:
         return replace(self.data, max_length=most, overlength=self.data.overlength or "drop")
 
     @property
+    def group_size(self) -> int:
+        """Documents in a group, which no batch takes apart."""
+        return self.method_facts.documents + (self.data.num_negatives if self.method_facts.embeds else 0)
+
+    @property
     def row_tokens(self) -> int:
         """Tokens in a packed row: max_length for each document of a group, so that any pair fits."""
-        return self.data.max_length * self.method_facts.documents
+        return self.data.max_length * self.group_size
 
 
 SECTIONS: dict[str, type] = {

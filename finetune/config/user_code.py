@@ -37,7 +37,10 @@ def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
             raise ValueError(f"{text}: did you mean {close[0]}?")
         if known:
             names = ", ".join(known)
-            raise ValueError(f"{text}: name one of {names}, or a Python file and what is in it, as my_rewards.py:right")
+            raise ValueError(
+                f"{text}: name one of {names}, a Python file and what is in it, as my_rewards.py:right, or the folder "
+                "of a reward model"
+            )
         raise ValueError(f"{text}: name a Python file and what is in it, such as my_data.py:rows")
     path = next((path for path in (Path(file).expanduser(), folder / file) if path.is_file()), None)
     if path is None:

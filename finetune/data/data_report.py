@@ -138,7 +138,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
 
 def _find_cut_equal(examples: Examples, cuts: Cuts) -> NDArray[np.int64]:
     """The groups of two documents that differ only in what was cut off, but still hold something to train on."""
-    if examples.group_size == 1 or examples.is_rated:
+    if examples.group_size != 2 or examples.is_rated:
         return np.zeros(0, np.int64)
     is_cut = np.isin(examples.document, cuts.truncated).reshape(-1, 2).any(1)
     is_trained = (examples.trained > 0).reshape(-1, 2).all(1)
@@ -264,6 +264,8 @@ def make_report(
 
 def measure_fill(train: StoredBatches, steps: int = 256) -> float:
     """How full the rows of the first `steps` steps are: of `row_tokens` if packed, else of their longest one."""
+    if train.config.packing and train.config.one_group_a_row:
+        return 1.0  # each micro-batch is packed as it comes
     lengths = train.examples.lengths
     tokens = 0
     rows = 0

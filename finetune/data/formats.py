@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from finetune.config.methods import PAIRED, RATED
-from finetune.config.schema import FORMATS, DatasetSource
+from finetune.config.schema import FORMATS, DatasetSource, Pooling
 from finetune.constants import IGNORE_INDEX
 from finetune.data.messages import (
     BadRow,
@@ -102,6 +102,7 @@ class Group:
     documents: tuple[Document, ...]
     rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
     score: int | None = None  # the class of its documents, of which the last token is scored; None: they are not
+    pooling: Pooling | None = field(default=None, repr=False)  # how each document becomes one vector; None: it does not
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,8 @@ def name_side(examples: Examples, example_id: int) -> str:
     """What an example is in its group; "" where it is alone."""
     if examples.group_size == 1:
         return ""
+    if _is_pooled(examples, example_id):
+        return ("query", "document", "negative")[min(example_id % examples.group_size, 2)]
     if not examples.is_rated:
         return ("chosen", "rejected")[example_id % 2]
     (rating,) = examples.take(np.array([example_id // 2 * 2, example_id // 2 * 2 + 1])).find_ratings()
@@ -257,7 +259,13 @@ def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
 def find_trained_tokens(examples: Examples, example_id: int) -> list[bool]:
     """bool[tokens]: whether each token is trained on, that is, the label of the position before it; or is scored."""
     has_label = [bool(label != IGNORE_INDEX) for label in examples[example_id].labels]
-    return has_label if _name_scores(examples, example_id) else [False, *has_label[:-1]]
+    is_read = bool(_name_scores(examples, example_id)) or _is_pooled(examples, example_id)
+    return has_label if is_read else [False, *has_label[:-1]]
+
+
+def _is_pooled(examples: Examples, example_id: int) -> bool:
+    """Whether the tokens with a label are those whose states are an example's embedding."""
+    return bool(examples.stores[examples.store[example_id]].facts.get("is_pooled", False))
 
 
 def _name_scores(examples: Examples, example_id: int) -> list[str]:
@@ -269,6 +277,8 @@ def _name_scores(examples: Examples, example_id: int) -> list[str]:
 def _describe_trained(examples: Examples, example_id: int) -> str:
     """What is learned of an example: how many of its tokens, or its class."""
     names = _name_scores(examples, example_id)
+    if _is_pooled(examples, example_id):
+        return "embedded by the states of the marked ones"
     if not names:
         return f"{sum(find_trained_tokens(examples, example_id))} trained"
     name = names[max(examples[example_id].labels)]
@@ -337,7 +347,7 @@ def read_turns(recipe: Recipe, tokenizer: Any, places: Collection[str]) -> dict[
     left = set(places)
     plain_renderer = make_renderer_of(recipe.data, tokenizer)
     for source in recipe.data.datasets:
-        reader = GroupReader(recipe.method_facts.rows)
+        reader = GroupReader(recipe.method_facts.rows, recipe.data)
         renderer = renderer_of_source(plain_renderer, source)
         for batch in read_rows(source, streaming=recipe.data.streaming):
             names = [name_place(batch.file, number) for number in batch.numbers]

@@ -144,6 +144,7 @@ class BatchConfig:
     packing: bool
     max_length: int  # tokens in a packed row, for each document of a group
     global_batch_size: int  # rows in a step
+    one_group_a_row: bool = False  # so that each step has as many groups, whatever their lengths
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, rows: int) -> Self:
@@ -153,11 +154,14 @@ class BatchConfig:
             packing=recipe.data.packing and not recipe.method_facts.samples,
             max_length=recipe.data.max_length,
             global_batch_size=rows,
+            one_group_a_row=recipe.method_facts.embeds,
         )
 
 
 def arrange_epoch(lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int) -> Rows:
     """The rows of epoch `epoch` (0-based) over examples of `lengths` tokens: every example once.
+
+    With one group in a row, these come as they are drawn; packed then is each micro-batch alone. Else:
 
     Packed, examples of equal length change places from epoch to epoch, so that each epoch composes its rows differently
     while their number stays. Unpacked, rows of similar length share a step, so that little is padding. The last,
@@ -169,6 +173,8 @@ def arrange_epoch(lengths: NDArray[np.int32], config: BatchConfig, group_size: i
 def _arrange_groups(lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int) -> Rows:
     random = make_generator(config.seed, "order", epoch)
     drawn = random.permutation(len(lengths))
+    if config.one_group_a_row:
+        return Rows(drawn, np.arange(len(lengths) + 1))
     if not config.packing:
         drawn = _group_by_length(drawn, lengths, config.global_batch_size, random)
         return Rows(drawn, np.arange(len(lengths) + 1))

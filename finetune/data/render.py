@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from transformers.utils.chat_parsing import parse_response
 
-from finetune.config.schema import Turns
+from finetune.config.schema import Pooling, Turns
 from finetune.data.formats import Completion, Conversation, Document, Question, Text, TokenRow, make_message
 from finetune.data.images import EncodedImage, hash_images, open_image, place_images
 from finetune.data.marks import Marks, trace
@@ -56,6 +56,7 @@ class RenderedText:
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
     score: int | None = None  # its class, where the last token is scored and nothing else is trained on
+    pooling: Pooling | None = None  # whose hidden states are its embedding; None: tokens are trained on
     rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
     tokens: TokenRow | None = None  # in place of a text, where the row has ids
     turns: Mapping[int, Span] = field(default_factory=dict)  # message index -> where it stands, of trained answers
@@ -398,6 +399,11 @@ def render_scored(document: Document, renderer: Renderer) -> RenderedText:
     text = apply_template(own, read_messages(document, own), document.tools or own.tools)
     findings = check_prompt(Question(document, ""), text, renderer.has_template)
     return RenderedText(text, (), False, tuple(findings))
+
+
+def render_embedded(document: Text, renderer: Renderer) -> RenderedText:
+    """A text that is embedded: as it is, with the tokens that the tokenizer itself puts around it."""
+    return RenderedText(document.text + renderer.end, (), True)
 
 
 def find_image_token(renderer: Renderer) -> str:

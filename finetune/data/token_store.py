@@ -247,6 +247,8 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
     template = tokenizer.chat_template or PLAIN
     options |= {} if kind == "answers" else {"kind": kind}
     options |= {"labels": data.labels} if data.labels else {}
+    if kind == "retrieval":
+        options |= {key: getattr(data, key) for key in ("pooling", "query_prompt", "document_prompt", "num_negatives")}
     options |= {"tools": tokenizer.tools} if getattr(tokenizer, "tools", ()) else {}
     described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)

@@ -17,11 +17,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from finetune.config.methods import GROUP_SIZES, SCORED, RowKind
-from finetune.config.schema import Data, DatasetSource
+from finetune.config.schema import Data, DatasetSource, Pooling
 from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.classes import parse_class
 from finetune.data.findings import Tally
-from finetune.data.formats import Conversation, Document, Group, ParsedRow, Row, parse_row
+from finetune.data.formats import Conversation, Document, Group, ParsedRow, Row, Text, parse_row
 from finetune.data.images import ImageProcessor, hash_images, holds_images, read_image
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import (
@@ -39,10 +39,12 @@ from finetune.data.render import (
     RenderedText,
     find_image_token,
     render,
+    render_embedded,
     render_scored,
     render_turns,
     write_images,
 )
+from finetune.data.retrieval import parse_retrieval
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
 from finetune.data.tokenizer import (
@@ -66,12 +68,12 @@ class GroupReader:
     """Reads rows as the groups that a method compares. Grows while the rows of a source are read, in their order."""
 
     kind: RowKind
-    labels: tuple[str, ...] = ()  # the names of the classes
+    data: Data
     earlier: Document | None = None  # the last rated answer that was read
 
     def read(self, rows: Sequence[Row | BadRow], source: DatasetSource) -> list[ParsedRow | BadRow]:
         """The groups of each of `rows`, or what is wrong with it."""
-        read = [_read_row(row, source, self.kind, self.labels) for row in rows]
+        read = [_read_row(row, source, self.kind, self.data) for row in rows]
         return self._add_mismatched(read) if self.kind == "ratings" else read
 
     def _add_mismatched(self, read: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
@@ -94,6 +96,9 @@ def render_group(
     texts = _render_documents(group, renderer, folder)
     encoded = _encode_texts(texts)
     findings: tuple[str, ...] = ()
+    if group.pooling is not None:
+        group_hash = _hash_group(group, texts, encoded)
+        return tuple(replace(text, group_hash=group_hash, pooling=group.pooling) for text in texts), findings
     if len(group.documents) == 1:
         return tuple(replace(text, score=group.score) for text in texts), findings
     if not group.rating:
@@ -114,8 +119,10 @@ def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[R
         images = [read_image(image, folder) for image in getattr(document, "images", ())]
         if images:
             find_image_token(renderer)  # a text model's template would only say that it expects text
-        if len(group.documents) > 1:
-            rendered: tuple[RenderedText, ...] = (render(document, renderer),)
+        if group.pooling is not None and isinstance(document, Text):
+            rendered: tuple[RenderedText, ...] = (render_embedded(document, renderer),)
+        elif len(group.documents) > 1:
+            rendered = (render(document, renderer),)
         elif group.score is not None:
             rendered = (render_scored(document, renderer),)
         else:
@@ -176,7 +183,7 @@ def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> Pars
     return BadRow("no answer to another prompt among the rows around it, from which the KL term is estimated")
 
 
-def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind, labels: tuple[str, ...]) -> ParsedRow | BadRow:
+def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind, data: Data) -> ParsedRow | BadRow:
     if isinstance(row, BadRow):
         return row
     misnamed = [name for name in row if not isinstance(name, str)]  # by a user's function
@@ -184,19 +191,21 @@ def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind, labels: t
         return BadRow(f"a column's name is {misnamed[0]!r}, and text is expected")
     try:
         "".join(row).encode()  # names of columns are shown in messages and stored in reports
-        return parse_class(row, source, labels) if kind == "classes" else READERS[kind](row, source)
+        return READERS[kind](row, source, data)
     except BadRow as problem:
         return problem
     except UnicodeEncodeError:
         return BadRow(NOT_UNICODE)
 
 
-READERS: Mapping[RowKind, Callable[[Row, DatasetSource], ParsedRow]] = {
-    "answers": parse_row,
-    "pairs": parse_pair,
-    "ratings": parse_ratings,
-    "prompts": parse_prompt,
-    "scored_pairs": parse_scored_pair,
+READERS: Mapping[RowKind, Callable[[Row, DatasetSource, Data], ParsedRow]] = {
+    "answers": lambda row, source, _: parse_row(row, source),
+    "pairs": lambda row, source, _: parse_pair(row, source),
+    "ratings": lambda row, source, _: parse_ratings(row, source),
+    "prompts": lambda row, source, _: parse_prompt(row, source),
+    "scored_pairs": lambda row, source, _: parse_scored_pair(row, source),
+    "classes": lambda row, source, data: parse_class(row, source, data.labels),
+    "retrieval": parse_retrieval,
 }
 
 
@@ -242,6 +251,7 @@ class SourceStats:
     is_rated: bool = False  # the first document of each group is a rated answer
     is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
     scores: list[str] = field(default_factory=list)  # their names, where the last token of a document is scored
+    is_pooled: bool = False  # the tokens with a label are those whose states are a document's embedding
     images: int = 0
     image_token_ids: list[int] = field(default_factory=list)  # that only images have, where there are some
     stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: the stream's position after it
@@ -267,12 +277,13 @@ def tokenize_rows(
 
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
-    stats.group_size = GROUP_SIZES[kind]
+    stats.group_size = GROUP_SIZES[kind] + (data.num_negatives if kind == "retrieval" else 0)
     stats.is_rated = kind == "ratings"
     stats.is_asked = kind == "prompts"
+    stats.is_pooled = kind == "retrieval"
     stats.scores = list(data.labels or [""]) if kind in SCORED else []
     renderer = make_renderer_of(data, tokenizer)
-    reader = GroupReader(kind, data.labels)
+    reader = GroupReader(kind, data)
     encoder = make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
@@ -487,6 +498,8 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     for document, start, end in zip(documents, ends - lengths, ends, strict=True):
         if document.score is not None:
             _label_last(labels[start:end], input_ids[start:end], document.score, encoder.pad_id)
+        elif document.pooling is not None:
+            _label_pooled(labels[start:end], document.pooling)
     labels_before = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
     kept = [document.row.encode() for document in documents]
     return Tokens(
@@ -545,6 +558,12 @@ def _label_last(labels: NDArray[np.int32], input_ids: NDArray[np.int32], score: 
     scored = np.flatnonzero(input_ids != pad_id)
     if len(scored):
         labels[scored[-1]] = score
+
+
+def _label_pooled(labels: NDArray[np.int32], pooling: Pooling) -> None:
+    """Gives a label, which says nothing more, to each token of a document whose state is part of its embedding."""
+    labels[:] = IGNORE_INDEX
+    labels[-1 if pooling == "lasttoken" else 0 :] = 0
 
 
 def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:

@@ -152,6 +152,13 @@ def encode_bos(tokenizer: Any) -> list[int]:
     return wrapped[: wrapped.index(bare[0])] if bare and bare[0] in wrapped else []
 
 
+def encode_end(tokenizer: Any) -> list[int]:
+    """The ids that a tokenizer writes after plain text."""
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    wrapped = tokenizer.encode("a", add_special_tokens=True)
+    return wrapped[wrapped.index(bare[0]) + len(bare) :] if bare and bare[0] in wrapped else []
+
+
 def _load_own(model: Model) -> Any:
     """The tokenizer as its files describe it."""
     from transformers import AutoTokenizer
@@ -290,6 +297,7 @@ class Renderer:
     special_tokens: re.Pattern[str]  # matches any of the tokenizer's special tokens
     up_to_stop: re.Pattern[str]  # matches special tokens up to the first at which generation stops
     bos: str  # what the tokenizer itself writes before plain text; may be empty
+    end: str  # what the tokenizer itself writes after it; may be empty
     eos: str  # written after plain text, so that the model learns to stop; empty if the tokenizer has none
     has_template: bool  # the tokenizer has a chat template; otherwise PLAIN is used
     has_markers: bool  # the template has {% generation %}
@@ -334,6 +342,7 @@ def make_renderer(
         special_tokens=re.compile(special),
         up_to_stop=re.compile(f"(?:(?!{stop})(?:{special}))*(?:{stop})"),
         bos=tokenizer.decode(encode_bos(tokenizer)),
+        end=tokenizer.decode(encode_end(tokenizer)),
         eos=tokenizer.eos_token or "",
         has_template=bool(tokenizer.chat_template),
         has_markers=bool(GENERATION_MARKER.search(template)),

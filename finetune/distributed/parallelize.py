@@ -365,6 +365,11 @@ def _materialize(
                 local.copy_(values(name, find_local_slices(parameter)))
 
 
+def fill_on_device(model: nn.Module, values: Values, device: torch.device) -> None:
+    """Gives a model on meta memory on `device` and all of its `values`, whatever the layout, without other ranks."""
+    _materialize(model, values, device, device, frozenset())
+
+
 @torch.no_grad()
 def take_master_weights(model: nn.Module, dtype: torch.dtype, take: Callable[[nn.Parameter], object]) -> None:
     """Hands every trained parameter of another dtype than `dtype` to `take`, then casts it to `dtype`.

@@ -29,6 +29,7 @@ from finetune.constants import (
 from finetune.errors import UserError
 from finetune.export.merge_choice import TRAINED, MergeChoice
 from finetune.export.publish import ExportOptions
+from finetune.export.sentence_transformer import USE, describe_sentence_transformer, is_embedder
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
@@ -103,13 +104,17 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
     datasets = [path for entry in _entries(source.recipe, "datasets") if _is_hub_name(path := str(entry.get("path")))]
     front: dict[str, Any] = {
         "base_model": base if base and _is_hub_name(base) else None,
-        "library_name": "peft" if is_adapter else "transformers",
+        "library_name": "peft" if is_adapter else _name_library(source),
         "pipeline_tag": _find_pipeline(source),
         **_license(source),
         "tags": ["finetune", *filter(None, [source.recipe.get("method")]), *(["lora"] if source.adapter else [])],
         "datasets": datasets,
     }
     return {key: value for key, value in front.items() if value}
+
+
+def _name_library(source: Source) -> str:
+    return "sentence-transformers" if is_embedder(source.recipe) else "transformers"
 
 
 def _license(source: Source) -> dict[str, Any]:
@@ -244,6 +249,9 @@ def _recipe_rows(source: Source) -> list[tuple[str, str]]:
 
 
 def _uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iterator[str]:
+    if is_embedder(source.recipe) and not is_adapter:
+        yield USE
+        return
     if "safetensors" in formats:
         yield _use(source, is_adapter)
     yield from filter(None, (EXPORT_FORMATS[name].card for name in formats))
@@ -301,6 +309,8 @@ def _read_scores(source: Source) -> Sequence[str]:
 
 
 def _find_pipeline(source: Source) -> str:
+    if is_embedder(source.recipe):
+        return "sentence-similarity"
     if _read_scores(source):
         return "text-classification"
     return "image-text-to-text" if _is_vision_language(source) else "text-generation"
@@ -360,6 +370,11 @@ def write_metadata(
             _check_tokenizer_code(source.description)
         _write_json(folder / CONFIG_FILE, target.written_config(weights.dtype, options.trust_remote_code))
         _write_json(folder / GENERATION_FILE, _generation_config(source, target))
+        if is_embedder(source.recipe):
+            for name, content in describe_sentence_transformer(source.recipe, _read_hidden(source)).items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                _write_json(folder / name, content)
+                sync_folder((folder / name).parent)
     if weights.model:
         keys: Any = {"merge": weights.merge, "formats": options.formats, "of_base": weights.account.sentences}
         _write_text(folder / CARD_FILE, model_card(source, title, **keys))
@@ -377,6 +392,11 @@ def write_metadata(
     if weights.model and options.trust_remote_code:
         for path in sorted(source.description.glob("*.py")):
             _copy(path, folder / path.name)
+
+
+def _read_hidden(source: Source) -> int:
+    """Numbers in a state of the model."""
+    return int(read_json_object(source.description / CONFIG_FILE)["hidden_size"])
 
 
 def _copy_tokenizer(description: Path, folder: Path) -> None:

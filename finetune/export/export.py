@@ -20,6 +20,7 @@ from finetune.export.formats import load_planners
 from finetune.export.merge_choice import choose_merge
 from finetune.export.publish import ExportOptions, check_disk_space, check_request, is_alone, publish
 from finetune.export.reload_process import ReloadProcess
+from finetune.export.sentence_transformer import is_embedder
 from finetune.export.source import Source, open_source
 from finetune.export.target import TargetModel, describe_target
 from finetune.export.values import refuse_idle
@@ -121,9 +122,7 @@ def export_source(
     _check_output_is_apart(source, output)
     title = output.parent.name if output.parent == source.run else output.name
     target = describe_target(source.description, trust_remote_code=options.trust_remote_code)
-    others = sorted(set(options.formats) - {SAFETENSORS})
-    if has_scores(target.model) and others:
-        raise UserError(f"{source.path}: {others[0]} has no head of scores; export safetensors, and no other format")
+    _refuse_other_formats(source, target, options)
     if source.adapter is not None and options.verify:
         refuse_idle(source.adapter, str(source.path))
     merge = choose_merge(source, target, options, log)  # with all cores: it computes more than it reads
@@ -180,6 +179,8 @@ def _find_commands(
         rope = config.get("rope_parameters") or {}
         if has_scores(target.model):
             return {"transformers": _score_by_pipeline(folder)}
+        if is_embedder(source.recipe):
+            return {"sentence-transformers": _embed_by_library(folder)}
         commands |= use_model(
             folder,
             has_template=has_chat_template(source.description),
@@ -189,6 +190,15 @@ def _find_commands(
             and not {"attention_factor", "long_factor"} & rope.keys(),
         )
     return commands | of_files
+
+
+def _refuse_other_formats(source: Source, target: TargetModel, options: ExportOptions) -> None:
+    """Raises `UserError` where a format cannot hold what the model does in place of writing text."""
+    others = sorted(set(options.formats) - {SAFETENSORS})
+    missing = "pooling" if is_embedder(source.recipe) else ""
+    missing = "head of scores" if has_scores(target.model) else missing
+    if others and missing:
+        raise UserError(f"{source.path}: {others[0]} has no {missing}; export safetensors, and no other format")
 
 
 def _check_output_is_apart(source: Source, output: Path) -> None:
@@ -235,6 +245,12 @@ def _score_by_pipeline(folder: Path) -> str:
     return shlex.join(["python", "-c", f"from transformers import pipeline; print({scored}('{QUESTION}'))"])
 
 
+def _embed_by_library(folder: Path) -> str:
+    """The command that embeds a text by an exported model."""
+    code = f"print(SentenceTransformer({str(folder)!r}).encode_query('{QUESTION}'))"
+    return shlex.join(["python", "-c", f"from sentence_transformers import SentenceTransformer; {code}"])
+
+
 def use_model(
     folder: Path, *, has_template: bool, is_vision_language: bool, opens_in_mlx: bool = False
 ) -> dict[str, str]:
@@ -272,5 +288,6 @@ def describe_use(commands: Mapping[str, str]) -> list[str]:
     >>> describe_use({"vLLM": "vllm serve out"})
     ['use     vLLM          vllm serve out']
     """
-    lines = [f"{program:<14}{command}" for program, command in commands.items()]
+    width = max(14, *(len(program) + 2 for program in commands)) if commands else 0
+    lines = [f"{program:<{width}}{command}" for program, command in commands.items()]
     return [f"{'use' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]

@@ -31,7 +31,7 @@ from finetune.export.write import plan_weights
 from finetune.files.json_files import load_json
 from finetune.files.network import hub_error
 from finetune.files.tensors import read_folder, read_header
-from finetune.inference.inputs import ModelReference, trained_formats, trained_quantization
+from finetune.inference.inputs import ModelReference, refuse_embedder, trained_formats, trained_quantization
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.documents import install_document_rotary
 from finetune.models.load import auto_class_of
@@ -77,6 +77,7 @@ def load_inference_model(
 
     Raises `UserError` where it cannot be loaded, or has no tokenizer or chat template.
     """
+    refuse_embedder(reference)
     if not sys.stderr.isatty():
         disable_progress_bar()
     with TemporaryDirectory(prefix="finetune-") as temporary:

@@ -18,6 +18,7 @@ from finetune.data.images import open_image, read_image
 from finetune.data.messages import IMAGE, BadRow, Message, list_columns, role_of
 from finetune.data.sources import read_file
 from finetune.errors import UserError
+from finetune.export.sentence_transformer import MODULES, is_embedder
 from finetune.files.durable import restore_exports, restore_folder
 from finetune.files.json_files import read_json_object
 from finetune.files.network import download_file
@@ -90,6 +91,14 @@ def locate_base(model: ModelReference) -> ModelReference:
             "--compare-with"
         )
     raise UserError(f"{model.name}: does not say which model it was trained from; name it with --compare-with")
+
+
+def refuse_embedder(model: ModelReference) -> None:
+    """Raises `UserError` where `model` embeds texts."""
+    if (Path(model.name) / MODULES).is_file() or is_embedder(_read_recipe(model.run)):
+        raise UserError(
+            f"{model.name}: embeds texts and writes none; SentenceTransformer of sentence-transformers opens its export"
+        )
 
 
 def trained_formats(run: Path | None) -> set[str]:

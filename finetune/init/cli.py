@@ -12,7 +12,17 @@ from typing import Any, TypeVar
 
 import psutil
 
-from finetune.config.methods import DEFAULT_METHOD, METHODS, PAIRED, RATED, REWARDED, SHIPPED_REWARDS, TAUGHT, RowKind
+from finetune.config.methods import (
+    DEFAULT_METHOD,
+    METHODS,
+    PAIRED,
+    RATED,
+    REWARDED,
+    SHIPPED_REWARDS,
+    TAUGHT,
+    RowKind,
+    is_reward_model,
+)
 from finetune.config.reader import read_recipe
 from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.config.user_code import file_of
@@ -201,6 +211,8 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
             f"--method: {options.method}: the names of the classes are yours to give, as labels; docs/scores.md has a "
             "recipe to begin with"
         )
+    if options.method in METHODS and METHODS[options.method].embeds:
+        raise UserError(f"--method: {options.method}: docs/embeddings.md has a recipe to begin with")
     known = BY_KIND[data.kind]
 
     def read(name: str) -> str:
@@ -243,10 +255,12 @@ def _choose_trained(options: argparse.Namespace) -> Trained | None:
 def _read_rewards(names: str) -> list[str]:
     rewards = [name.strip() for name in names.split(",")]
     for name in rewards:
-        if name not in SHIPPED_REWARDS and not file_of(name).is_file():
+        is_model = is_reward_model(name) and ("/" in name or Path(name).is_dir())
+        if name not in SHIPPED_REWARDS and not is_model and not file_of(name).is_file():
             known = ", ".join(SHIPPED_REWARDS)
             raise UserError(
-                f"--rewards: {name}: no such file; name a function as my_rewards.py:right, or one of {known}"
+                f"--rewards: {name}: no such file; name a function as my_rewards.py:right, a reward model's folder, or "
+                f"one of {known}"
             )
     return rewards
 

@@ -14,7 +14,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.methods import DEFAULT_METHOD, METHODS, RowKind
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
-from finetune.config.schema import RENDERINGS, DatasetSource
+from finetune.config.schema import RENDERINGS, Data, DatasetSource
 from finetune.data.formats import LABEL_COLUMNS, Completion, Conversation, Document, ParsedRow, Question, Text, TokenRow
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import find_sides
@@ -118,7 +118,7 @@ def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
 
 def _read(row: Mapping[str, Any], place: str, source: DatasetSource, kind: RowKind) -> ParsedRow:
     try:
-        return READERS[kind](row, source)
+        return READERS[kind](row, source, Data())
     except BadRow as error:
         raise UserError(f"{place}: {name_flags(str(error))}") from None
 

@@ -112,11 +112,13 @@ def build_model(
     vocabulary: Vocabulary | None = None,
     blank_document: BlankDocument | None = None,
     scores: Scores = VOCABULARY,
+    trains_head: bool = True,
 ) -> BuiltModel:
     """Builds the model on meta, grown to `vocabulary`, and adapts it. Of its files the headers are read.
 
     Args:
         scores: What its output head computes.
+        trains_head: Whether that is asked for anything; else it is frozen, unless it is the embedding.
         blank_document: Of a vision-language model, to find what an image reaches. None where no row holds one.
 
     Raises:
@@ -135,6 +137,8 @@ def build_model(
     if not lora.use_peft:
         freeze_modules(built, model)
         refuse_frozen_tokens(built, vocabulary)
+        if not trains_head and head_of(built).weight is not built.get_input_embeddings().weight:  # type: ignore
+            head_of(built).requires_grad_(False)
     else:
         values = _adapt(built, lora, quantization, base, stored, seed, frozen)
     unreached = freeze_unreached(built, blank_document) if blank_document is not None else ()
@@ -144,6 +148,14 @@ def build_model(
         keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
         checkpoint_activations(built, *keys, None if model.torch_compile else offload)
     size = replace(count_parameters(built), unreached=unreached, carried=read_carried(model, built))
+    if not trains_head:
+        head = head_of(built).weight
+        is_frozen = not head.requires_grad
+        size = replace(
+            size,
+            multiplied=size.multiplied - head.numel(),
+            frozen_multiplied=size.frozen_multiplied - (head.numel() if is_frozen else 0),
+        )
     if stored and quantization.bits is None:
         raise UserError(
             f"{min(stored)} is stored quantized, but config.json does not say so; name the unquantized model"
@@ -162,6 +174,7 @@ def load_model(
     quantization_aware: QuantizationAware = UNROUNDED,
     blank_document: BlankDocument | None = None,
     scores: Scores = VOCABULARY,
+    trains_head: bool = True,
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model as `build_model`, shards it, and reads every rank's slices.
 
@@ -169,7 +182,8 @@ def load_model(
     """
     multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
-    made = build_model(model, lora, seed, world, quantization, optimization, vocabulary, blank_document, scores)
+    keys = quantization, optimization, vocabulary, blank_document, scores, trains_head
+    made = build_model(model, lora, seed, world, *keys)
     built = made.model
     unfilled = frozenset[str]()
     if quantization.bits is not None:

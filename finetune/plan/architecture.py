@@ -443,6 +443,24 @@ def read_scores(config: Mapping[str, Any]) -> int:
     return int(config["num_labels"]) if config.get("architectures") == [SCORING_CLASS] else 0
 
 
+def read_reward_model(name: str) -> Architecture:
+    """The architecture of a model that pays completions. Raises `UserError` where it is none, or gives no one score."""
+    try:
+        config, where = find_config(Model(model_name_or_path=name))
+    except UserError as error:
+        raise UserError(f"rewards: {error}") from None
+    classes = config.get("architectures") or ()
+    if not any(each.endswith(SCORING_CLASS) for each in classes):
+        raise UserError(
+            f"rewards: {name}: is a {', '.join(classes) or config.get('model_type')}, which scores no text; name "
+            f"a model of one score (...{SCORING_CLASS}), as method: reward exports it"
+        )
+    labels = len(config.get("id2label") or range(config.get("num_labels", 2)))  # 2 is transformers' own default
+    if labels != 1:
+        raise UserError(f"rewards: {name}: gives {labels} scores, those of classes; name a model of one score")
+    return read_architecture(set_scores(config, ("reward",)), where)
+
+
 def find_local_facts(model: Model) -> ModelFacts | None:
     """The facts of a known family's model whose config.json is at hand: without torch or the network."""
     if model.model_config is None and not Path(str(model.model_name_or_path)).is_dir():

@@ -23,7 +23,7 @@ from finetune.config.schema import Method, Model, Recipe
 from finetune.constants import ITEMSIZE, grow_rows
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
-from finetune.plan.architecture import Architecture, find_config, read_architecture, set_scores
+from finetune.plan.architecture import Architecture, find_config, read_architecture, read_reward_model, set_scores
 from finetune.plan.run_spec import CPU_PROCESS_BYTES, Disk, Host, RunSpec, TeacherSpec, plan_disk, plan_host
 from finetune.plan.speed import Links, Speed, assume_mfu, estimate_speed
 from finetune.plan.step_memory import Phase, find_peak, plan_phases
@@ -97,6 +97,7 @@ def make_plan(
         device="cpu" if on_cpu or sharding.use_cpu else "cuda",
         grouped_attention=_torch_version() >= (2, 12),
         teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe.method),
+        reward_models=tuple(map(read_reward_model, recipe.rollout.reward_models)),
         base_dtype=stored_dtype if stored_dtype in ITEMSIZE else "bfloat16",
         images=images,
     )

@@ -11,7 +11,7 @@ from finetune.config.layout import Sharding, compute_dtype, gathers_fp8, is_mult
 from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import SCHEMES
 from finetune.config.rule import Problem
-from finetune.config.schema import Quantization, Recipe, compute_global_batch_size
+from finetune.config.schema import Model, Quantization, Recipe, compute_global_batch_size
 from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation, offloaded_bytes
@@ -60,6 +60,7 @@ class RunSpec:
     device: Literal["cuda", "cpu"] = "cuda"
     grouped_attention: bool = True  # see Computation
     teacher: TeacherSpec | None = None
+    reward_models: tuple[Architecture, ...] = ()
     stage: int = 0
     base_dtype: str = "bfloat16"  # of the base's files
     images: str | None = None  # the family of the whole model, where rows hold images
@@ -73,7 +74,17 @@ class RunSpec:
     def tensors(self) -> tuple[StateTensor, ...]:
         """Every parameter as it is trained, adapters included."""
         recipe = self.recipe
-        return list_state_tensors(self.architecture, recipe.model, recipe.lora, self.sharding, recipe.quantization)
+        keys = recipe.lora, self.sharding, recipe.quantization
+        return list_state_tensors(self.architecture, self.model_keys, *keys)
+
+    @property
+    def model_keys(self) -> Model:
+        """The recipe's on the model; an output head that nothing asks is frozen, unless it is the embedding."""
+        model = self.recipe.model
+        if not self.recipe.method_facts.embeds or self.architecture.tied:
+            return model
+        head = self.architecture.head_name.removesuffix(".weight")
+        return replace(model, frozen_modules=(*model.frozen_modules, head))
 
     @property
     def stages(self) -> int:
@@ -140,7 +151,8 @@ class RunSpec:
     def part_tensors(self) -> tuple[StateTensor, ...]:
         """Every parameter of `part`."""
         recipe = self.recipe
-        tensors = list_state_tensors(self.divided, recipe.model, recipe.lora, self.sharding, recipe.quantization)
+        keys = recipe.lora, self.sharding, recipe.quantization
+        tensors = list_state_tensors(self.divided, self.model_keys, *keys)
         if self.stages == 1:
             return tensors
         units = {f"layer {layer}": f"layer {index}" for index, layer in enumerate(self.own_layers)}
@@ -174,6 +186,11 @@ class RunSpec:
     def teacher_bytes(self) -> int:
         """Bytes of the teacher's parameters on rank 0."""
         return count_state(self.teacher_tensors, self.sharding, self.shards, optim=None).frozen
+
+    @property
+    def reward_bytes(self) -> int:
+        """Bytes of the parameters of reward models, all of which every rank holds on its device."""
+        return ITEMSIZE[self.compute_dtype] * sum(architecture.parameters for architecture in self.reward_models)
 
     @property
     def shards(self) -> int:

@@ -290,16 +290,18 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     `read`: an epoch's tokens and the run's steps, if known; else estimated from the files' size.
     """
     a = spec.architecture
+    embeds = spec.recipe.method_facts.embeds
+    unasked = a.head_rows * a.hidden if embeds else 0  # the output head
     flops = flop_per_token(
-        parameters=count_multiplied(a),
+        parameters=count_multiplied(a) - unasked,
         layers=a.attending_layers,
         heads=a.heads,
         head_size=a.mean_head_size,
         length=spec.recipe.data.max_length,
-        frozen=_count_frozen(spec),
+        frozen=_count_frozen(spec) - (0 if a.tied else unasked),
     )
     forward = (flops + 2 * _count_frozen(spec)) / 3  # the backward takes twice as many, but for frozen weights
-    again = forward if spec.reference == "adapters off" else 0.0
+    again = forward if embeds or spec.reference == "adapters off" else 0.0
     flops += again
     asked = 0.0 if spec.teacher is None else spec.teacher.flop_per_token(spec.recipe.data.max_length)
     is_stored = spec.recipe.method.distill_top_k is not None  # asked once, before training

@@ -6,7 +6,7 @@ The points of a step follow torch's order of events; the backward's are in `temp
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from finetune.constants import FP32, PROMPTS_AT_ONCE
+from finetune.constants import CONTRASTED_QUERIES, FP32, PROMPTS_AT_ONCE
 from finetune.plan.activations import (
     evaluation_bytes,
     kept_bytes,
@@ -19,6 +19,7 @@ from finetune.plan.activations import (
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import State, StateTensor
 from finetune.plan.temporary_memory import (
+    FP64,
     LayoutMemory,
     Snapshot,
     UnitMemory,
@@ -46,7 +47,7 @@ def kept_for_backward(spec: RunSpec) -> int:
     masks = mask_bytes(a, run, spec.tokens)
     kept = _kept_per_token(spec)
     factors = 0 if spec.recipe.quantization.bits is not None else expert_factor_bytes(a, run).kept  # then made again
-    return spec.tokens * sum(kept.values()) + factors + masks
+    return spec.tokens * sum(kept.values()) + factors + masks + vector_bytes(spec)
 
 
 def _kept_per_token(spec: RunSpec) -> dict[str, int]:
@@ -307,7 +308,9 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     on_device = State(0, 0, 0, 0) if spec.sharding.cpu_offload else state
     teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
     in_files = spec.files() is not None
-    weights = Snapshot("weights in place", parameters=on_device.trained + on_device.frozen, teacher=teacher)
+    weights = Snapshot(
+        "weights in place", parameters=on_device.trained + on_device.frozen, teacher=teacher, rewards=spec.reward_bytes
+    )
     at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
     if in_files:  # buffers are there from the start
         weights = replace(at_rest, name=weights.name)
@@ -319,11 +322,12 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
     evaluated = spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
     rollout = plan_rollout(spec, at_rest)
+    rollouts = [*([rollout] if rollout is not None else []), *_score_completions(spec, at_rest)]
     held_out = rollout or _forward(spec, at_rest, "a held-out batch", evaluated)
     by_name = {
         "load": [loaded],
         **({"reference": before} if before else {}),
-        **({"rollout": [rollout]} if rollout is not None else {}),
+        **({"rollout": rollouts} if rollouts else {}),
         "first step": step if in_files else _first_step(spec, step),
         "steady step": step,
         "evaluation": [*_teacher_first(spec, at_rest, evaluated), held_out],
@@ -389,6 +393,15 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
     return replace(forward, gathered=gathered, activations=activations, loss=loss)
 
 
+def _score_completions(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
+    """While a reward model scores as many completions as fill the rows of a micro-batch."""
+    run = replace(spec.computation, sequence_ranks=1, expert_ranks=1, divides_vocabulary=False)
+    tokens = spec.rows * spec.recipe.data.max_length
+    for architecture in spec.reward_models:
+        activations = tokens * evaluation_bytes(architecture, run) + mask_bytes(architecture, run, tokens)
+        yield replace(at_rest, name="completions scored", activations=activations)
+
+
 def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
     """The keys and values of `tokens` tokens in all layers, as if each attended to all of its document."""
     a = spec.computed
@@ -431,6 +444,7 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     if spec.reference == "adapters off":
         yield _forward(spec, before, "forward of the reference", spec.tokens)
     yield from _teacher_first(spec, before, spec.tokens)
+    yield from _compare_vectors(spec, before)
     head = replace(before, activations=all_kept, communication=layout.buckets)
     tail = layout.tail.gathered
     layers = layout.kept_in_forward
@@ -451,10 +465,34 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
         yield replace(update, temporaries=update_temporaries(spec))
 
 
+VECTOR_COPIES = 5  # of all vectors while they are compared: normalized, and the gradients of both
+
+
+def vector_bytes(spec: RunSpec) -> int:
+    """The vectors of all documents of a step, in fp64, or their gradients; 0 where none are compared."""
+    if not spec.recipe.method_facts.embeds:
+        return 0
+    return FP64 * spec.rows_per_step * spec.recipe.group_size * spec.computed.hidden
+
+
+def _compare_vectors(spec: RunSpec, before: Snapshot) -> Iterator[Snapshot]:
+    """The forwards of the whole step without gradients, and the loss of its vectors."""
+    if not spec.recipe.method_facts.embeds:
+        return
+    vectors = vector_bytes(spec)
+    queries = min(spec.rows_per_step, CONTRASTED_QUERIES)
+    cosines = 3 * FP64 * queries * spec.rows_per_step * (spec.recipe.group_size - 1)
+    forward = _forward(spec, before, "forward of the whole step", spec.tokens)
+    yield replace(forward, activations=forward.activations + vectors)
+    yield replace(before, name="vectors compared", loss=VECTOR_COPIES * vectors + cosines)
+
+
 def loss_bytes(spec: RunSpec) -> int:
     """One chunk of logits, and the gradients that the loss computes in its forward: of head and hidden states."""
     a = spec.computed
     run = spec.computation
+    if spec.recipe.method_facts.embeds:
+        return (2 * run.itemsize + FP64) * a.hidden * spec.tokens  # states that are pooled, cast, their gradient
     cast_head = run.itemsize * a.head_rows * a.hidden if run.autocast else 0
     head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
     hidden = 2 * run.itemsize * a.hidden * spec.tokens  # a copy of the trained positions, and its gradient
@@ -482,6 +520,8 @@ def loss_backward_bytes(spec: RunSpec) -> int:
     """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in between."""
     a = spec.computed
     run = spec.computation
+    if spec.recipe.method_facts.embeds:
+        return (2 * run.itemsize + FP64) * a.hidden * spec.tokens
     if spec.weighs_documents:
         return log_probability_backward_bytes(a, spec.tokens, run, _head_gradient(spec))
     cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
@@ -540,6 +580,7 @@ def _with_overhead(spec: RunSpec, point: Snapshot) -> Snapshot:
     """The snapshot with what the device needs beside the tensors."""
     if spec.device == "cpu":
         return point
-    moving = point.allocated - point.parameters - point.teacher - point.optimizer
+    resting = point.parameters + point.teacher + point.rewards + point.optimizer
+    moving = point.allocated - resting
     context = CUDA_CONTEXT + (NCCL_BUFFERS if spec.ranks > 1 else 0)
     return replace(point, slack=int(SLACK * moving), context=context)

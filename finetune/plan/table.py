@@ -84,6 +84,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {active}{count(trained)} trained"
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layer_names}",
             *_describe_teacher(spec),
+            *_describe_reward_models(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
             *(f"           {line}" for line in (sharding.describe_sequences(spec.ranks), *sharding.translated) if line),
             f"precision  parameters {parameters}, compute {computed}, gradients reduced in "
@@ -120,6 +121,12 @@ def _describe_method(spec: RunSpec) -> list[str]:
     if spec.recipe.method_facts.scores:
         scored = f"{counted(spec.architecture.scores, 'score')} of each document, at its last token"
         return [f"method     {spec.recipe.method.method}: {scored}"]
+    if spec.recipe.method_facts.embeds:
+        documents = counted(spec.rows_per_step * (spec.recipe.group_size - 1), "document")
+        return [
+            f"method     {spec.recipe.method.method}: {counted(spec.rows_per_step, 'pair')} a step, each query among "
+            f"{documents}; one more forward of each micro-batch, without gradients"
+        ]
     rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
     references = {
         "adapters off": "the model with its adapters off: one more forward of each micro-batch, without gradients",
@@ -145,6 +152,15 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
         f"teacher    {model and model.model_name_or_path}: {a.model_type}, {count(a.parameters)} "
         f"parameters, frozen in {spec.compute_dtype}{stored}{asked}"
     ]
+
+
+def _describe_reward_models(spec: RunSpec) -> list[str]:
+    """The models that pay completions, all of which each rank holds."""
+    lines = []
+    for name, a in zip(spec.recipe.rollout.reward_models, spec.reward_models, strict=True):
+        sizes = f"{a.model_type}, {count(a.parameters)} parameters, in {spec.compute_dtype}, whole on each rank"
+        lines.append(f"reward     {name}: {sizes}")
+    return lines
 
 
 def _name_frozen(spec: RunSpec) -> str:

@@ -25,6 +25,7 @@ class Snapshot:
     name: str
     parameters: int = 0  # trained and frozen, as sharded
     teacher: int = 0  # its parameters, as sharded
+    rewards: int = 0  # the parameters of reward models
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0  # FSDP units gathered for the computation, or weights cast by autocast

@@ -88,6 +88,7 @@ ROWS = {
     "prompts": "token or completion",
     "scored_pairs": "pair",
     "classes": "document",
+    "retrieval": "query",
 }
 COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")  # of the PNG; page.css's by light
 

@@ -317,6 +317,7 @@ def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
         yield Tile(name, f"{run.last(f'{held_out}rewards/accuracies'):.0%}", margin)
     yield from _change_tiles(run, {"exact_match": "Answered exactly"}, "{:.0%}".format)
     yield from _change_tiles(run, {"eval_accuracy": "Held-out accuracy"}, "{:.1%}".format)
+    yield from _change_tiles(run, {"eval_recall@1": "Held-out recall@1"}, "{:.1%}".format)
     yield from _change_tiles(run, {key: key.partition("/")[2] for key in list_metrics([run])}, format_compact)
     if run.last("tokens"):
         trained = run.last("trained_tokens")

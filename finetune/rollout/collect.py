@@ -6,6 +6,7 @@ them.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from finetune.config.methods import name_of_reward
 from finetune.config.schema import Recipe
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Examples, make_generator
@@ -28,8 +30,10 @@ from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.rollout.completion_rows import RowOptions, collect_by_completion, lay_out, make_step_batch
 from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, find_advantages
+from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns
+from finetune.units import counted
 
 Record = Callable[[list[dict[str, Any]]], None]
 Score = Callable[[StepBatch], list[Tensor]]
@@ -49,6 +53,12 @@ class Sampler:
     steps: int  # in the whole run
     shares_prompts: bool = False  # whether a step computes the prompt of a group once
     tools: ToolTurns | None = None  # None: no tool is called
+    reward_models: Sequence[RewardModel] = ()
+
+    @property
+    def reward_names(self) -> list[str]:
+        """What metrics call each of the recipe's rewards."""
+        return [name_of_reward(name) for name in self.recipe.rollout.rewards]
 
     def roll_out(
         self,
@@ -85,7 +95,13 @@ class Sampler:
             talks = Conversations(self.tools, self.rewards, sampling.max_tokens, rows, messages)
             sampled = take_turns(requests, sample, talks, keys.max_tool_calling_iterations, ranks)
         scored = ranks.on_main(lambda: asdict(self.score(rows, sampled, messages, step)))
-        scores = np.array(scored["by_function"], np.float64).T.reshape(len(sampled), len(keys.rewards))
+        by_name = dict(zip(self.rewards.names, scored["by_function"], strict=True))
+        failures = scored["failures"]
+        for model in self.reward_models:
+            by_name[model.name], failed = self._score_by(model, rows, sampled, messages)
+            failures += failed
+        ordered = [by_name[name] for name in self.reward_names]
+        scores = np.array(ordered, np.float64).T.reshape(len(sampled), len(keys.rewards))
         weights = np.array(keys.reward_weights or [1.0] * len(keys.rewards))
         weighted = np.nansum(scores * weights, 1)
         rollout = Rollout(
@@ -94,7 +110,7 @@ class Sampler:
             sampled=sampled,
             scores=scores,
             rewards=np.where(np.isnan(scores).all(1), np.nan, weighted),  # nan without functions
-            failures=scored["failures"],
+            failures=failures,
             generations=generations,
             sampled_groups=len(example_ids),
             flat_groups=0,
@@ -130,11 +146,7 @@ class Sampler:
         """What the functions give each completion. `messages`: of each, where tools were there to be called."""
         if not self.rewards.names:
             return Scores([], 0)
-        texts = self.tokenizer.batch_decode([s.token_ids for s in sampled], skip_special_tokens=True)
-        completions: list[Any] = []
-        for row, said, text in zip(rows, messages, texts, strict=True):
-            is_text = isinstance(row["prompt"], str)
-            completions.append(text if is_text else said or [{"role": "assistant", "content": text}])
+        completions = self.read_completions(rows, sampled, messages)
         names = sorted({name for row in rows for name in row["columns"]})
         columns = {name: [row["columns"].get(name) for row in rows] for name in names}
         state = {
@@ -145,6 +157,49 @@ class Sampler:
         }
         token_ids = [s.token_ids for s in sampled]
         return self.rewards.score([row["prompt"] for row in rows], completions, token_ids, columns, state)
+
+    def read_completions(
+        self, rows: Sequence[Mapping[str, Any]], sampled: Sequence[Sampled], messages: Sequence[list[Message]]
+    ) -> list[Any]:
+        """Each completion as text, or as messages where its prompt is a conversation."""
+        texts = self.tokenizer.batch_decode([s.token_ids for s in sampled], skip_special_tokens=True)
+        completions: list[Any] = []
+        for row, said, text in zip(rows, messages, texts, strict=True):
+            is_text = isinstance(row["prompt"], str)
+            completions.append(text if is_text else said or [{"role": "assistant", "content": text}])
+        return completions
+
+    def _score_by(
+        self,
+        model: RewardModel,
+        rows: Sequence[Mapping[str, Any]],
+        sampled: Sequence[Sampled],
+        messages: Sequence[list[Message]],
+    ) -> tuple[list[float], int]:
+        """(what a reward model gives each completion, how many got 0 in place of what is no number), by all ranks.
+
+        `rows`, `messages`: on the main rank. Raises `UserError` on all ranks for a score that is no number, unless it
+        is counted, and for a conversation that the chat template rejects.
+        """
+
+        def encode() -> list[list[int]]:
+            completions = self.read_completions(rows, sampled, messages)
+            prompts = (row["prompt"] for row in rows)
+            return [model.text.encode(*each) for each in zip(prompts, completions, strict=True)]
+
+        documents = RankGroup(self.world).on_main(encode)
+        ranks = self.world.size
+        scores = [0.0] * len(documents)
+        for rank, own in enumerate(self.world.gather(model.score(documents[self.world.rank :: ranks]))):
+            scores[rank::ranks] = own
+        numbers = [score if math.isfinite(score) else 0.0 for score in scores]
+        failures = sum(not math.isfinite(score) for score in scores)
+        if failures and self.recipe.rollout.on_bad_reward == "error":
+            raise UserError(
+                f"rewards: {model.text.name}: gave {counted(failures, 'completion')} a score that is no finite number "
+                "(on_bad_reward: zero counts such completions and continues)"
+            )
+        return numbers, failures
 
 
 def read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
@@ -267,7 +322,7 @@ class Rollouts:
         """A line of completions.jsonl for each completion of the first prompts; `step` is 0-based."""
         keys = self.sampler.recipe.rollout
         tokenizer = self.sampler.tokenizer
-        names = self.sampler.rewards.names
+        names = self.sampler.reward_names
         advantages = find_advantages(rollout, self.sampler.recipe)
         for i in range(min(keys.log_completions * rollout.generations, len(rollout.sampled))):
             each = rollout.sampled[i]

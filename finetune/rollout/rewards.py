@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from finetune.config.methods import RolloutKeys
+from finetune.config.methods import RolloutKeys, name_of_reward
 from finetune.config.user_code import file_of
 from finetune.errors import UserError
 from finetune.rollout.reward_process import limit_of_one
@@ -92,10 +92,10 @@ class RewardProcess:
 
 
 class Rewards:
-    """The rewards and tools of a recipe. The process starts at the first call, and ends with this one."""
+    """The reward functions and tools of a recipe. The process starts at the first call, and ends with this one."""
 
     def __init__(self, keys: RolloutKeys) -> None:
-        self.names = [name.rpartition(":")[2] for name in keys.rewards]
+        self.names = [name_of_reward(name) for name in keys.reward_functions]
         self._keys = keys
         self._counts = keys.on_bad_reward == "zero"
         self._process: RewardProcess | None = None
@@ -204,7 +204,7 @@ class Rewards:
         self.close()
         self._process = RewardProcess.start()
         self._knows_step = False
-        named = {"names": self._keys.rewards, "tools": self._keys.tools, "counts_failures": self._counts}
+        named = {"names": self._keys.reward_functions, "tools": self._keys.tools, "counts_failures": self._counts}
         try:
             self._exchange(named | {"seconds": self._keys.reward_timeout_seconds}, SECONDS_TO_START)
         except UserError as error:  # the next question starts it again

@@ -103,13 +103,15 @@ def evaluate(
 
 
 def describe_order(metrics: Mapping[str, float]) -> str:
-    """The share of pairs in order, the mean reward, or the accuracy of classes; empty where none was measured.
+    """The share of pairs in order, the mean reward, the accuracy of classes, or recall; empty where none was measured.
 
     >>> describe_order({ACCURACY: 0.75}), describe_order({"reward": 0.5}), describe_order({})
     (', 75% of the pairs in order', ', mean reward 0.5', '')
     >>> describe_order({"accuracy": 0.75, "f1_macro": 0.7})
     ', accuracy 75.0%, F1 0.700'
     """
+    if "recall@1" in metrics:
+        return f", recall@1 {metrics['recall@1']:.1%}, MRR {metrics['mrr@10']:.3f}"
     if "accuracy" in metrics:
         return f", accuracy {metrics['accuracy']:.1%}, F1 {metrics['f1_macro']:.3f}"
     if REWARD in metrics:

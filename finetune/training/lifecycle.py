@@ -39,13 +39,14 @@ from finetune.files.durable import replace_file, restore_exports, restore_folder
 from finetune.files.json_files import append_json_lines, read_json_lines, read_json_object
 from finetune.files.phases import Phases
 from finetune.files.run_files import drop_later_lines
-from finetune.flops import flop_per_token_of
+from finetune.flops import flop_per_token_of, forward_flop_per_token_of
 from finetune.models.load import ModelSize, Teacher, load_teacher
 from finetune.models.probe import check_training_forward
 from finetune.training.callbacks import Hooks, Tracker, list_trackers, open_tracker
 from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
 from finetune.training.metrics import MetricsLog, find_fp8_share, peak_flops
+from finetune.training.objectives.contrastive import ContrastiveObjective
 from finetune.training.objectives.distill import Distillation, find_stored_teacher, teacher_flop_per_token
 from finetune.training.objectives.objective import SFT, Objective, Objectives
 from finetune.training.objectives.policy import PolicyObjective, make_policy_objectives
@@ -157,6 +158,9 @@ def make_objectives(
     if facts.scores:
         scoring = SCORING[facts.rows](recipe, world.sequence_group)
         return Objectives(scoring, scoring)
+    if facts.embeds:
+        contrastive = ContrastiveObjective.of(recipe, world.sequence_group)
+        return Objectives(contrastive, replace(contrastive, is_held_out=True))
     references = find_references(model, recipe, data, inputs, signals, world) if facts.needs_reference else None
     group = world.sequence_group
     if facts.rows == "ratings":
@@ -214,9 +218,12 @@ def start_run(
     log, results = open_log(recipe, world, folder, data, progress)
     phases.write_to(log.phase, progress.step)
 
+    embeds = recipe.method_facts.embeds  # a forward for the vectors of the step, before those with a backward
+
     def count_flop(length: float) -> float:
         own = flop_per_token_of(config, parameters=size.multiplied, length=length, frozen=size.frozen_multiplied)
-        return own + teacher_flop_per_token(objectives.training, length)
+        again = forward_flop_per_token_of(config, parameters=size.multiplied, length=length) if embeds else 0.0
+        return own + again + teacher_flop_per_token(objectives.training, length)
 
     fp8_share = find_fp8_share(unwrap(model), world.sharding, count_flop(recipe.data.max_length))
     run = TrainingRun(

@@ -19,6 +19,7 @@ from finetune.export.logits import check_streamed_logits
 from finetune.files.phases import Phases
 from finetune.models.load import Scores, trains_tower
 from finetune.models.reach import BlankDocument
+from finetune.plan.architecture import read_reward_model
 from finetune.training.lifecycle import fix_template_date, open_run_folder
 from finetune.training.objectives.distill import read_teacher_facts
 from finetune.training.objectives.policy import check_rewards
@@ -39,6 +40,11 @@ class OpenedRun:
     def scores(self) -> Scores:
         """What the output head computes."""
         return self.recipe.score_names, find_pad_id(self.tokenizer)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the output head is asked for anything."""
+        return not self.recipe.method_facts.embeds
 
     @property
     def blank_document(self) -> BlankDocument | None:
@@ -71,6 +77,8 @@ def open_run(recipe: Recipe, world: World, machine: MachineFacts, phases: Phases
     """
     folder = open_run_folder(recipe, world) if saves else None
     tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
+    if recipe.method_facts.embeds and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # whoever embeds texts together pads them
     if folder is not None:
         recipe = fix_template_date(recipe, folder, tokenizer, world)
     vocabulary = plan_vocabulary(tokenizer, recipe.model)
@@ -91,6 +99,8 @@ def _adopt_config(
     recipe = adopt_published_names(recipe, facts.model_type)
     teacher = read_teacher_facts(recipe, tokenizer)
     refuse_problems(find_problems(recipe, world.sharding, facts, world.size, teacher=teacher, machine=machine))
+    for name in recipe.rollout.reward_models:
+        read_reward_model(name)  # says so where it gives no score
     trained = trained_config(config, recipe.model)
     set_head(trained, recipe.score_names, find_pad_id(tokenizer))
     RankGroup(world).on_main(lambda: check_streamed_logits(trained, recipe.model.trust_remote_code))
@@ -102,6 +112,6 @@ def _read_data(recipe: Recipe, tokenizer: Any, world: World, phases: Phases) -> 
     with phases.timed("data"):
         data = prepare_data(recipe, tokenizer, world.data_parallel)
     recipe = data.complete_recipe(recipe)
-    if recipe.rollout.rewards or recipe.rollout.tools:
+    if recipe.rollout.reward_functions or recipe.rollout.tools:
         check_rewards(recipe, world, data)
     return data, recipe

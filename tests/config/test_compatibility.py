@@ -380,8 +380,8 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     "importance_sampling_clip_min: 4.0 is not below importance_sampling_clip_max: 3.0; lower it",
                 ),
                 (["importance_sampling_clip_max=2"], "have no effect without a correction; set importance_sampling_co"),
-                (["rewards=[number, number]"], "rewards: two functions are named number"),
-                ([f"tools=[{MULTIPLY}, {MULTIPLY}]"], "tools: two functions are named multiply"),
+                (["rewards=[number, number]"], "rewards: two are named number"),
+                ([f"tools=[{MULTIPLY}, {MULTIPLY}]"], "tools: two are named multiply"),
                 (["soft_punish_cache=4"], "the reward soft_overlong_punishment and soft_punish_cache go together"),
                 (["rewards=[soft_overlong_punishment]"], "and soft_punish_cache go together"),
                 (

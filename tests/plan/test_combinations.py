@@ -64,6 +64,9 @@ TECHNIQUES: dict[str, Recipe] = {
     "QLoRA (`load_in_4bit`)": replace(PLAIN, lora=PEFT, quantization=Quantization(load_in_4bit=True)),
     "`method: dpo`, orpo, simpo, kto": replace(PLAIN, method=Method(method="dpo")),
     "`method: reward`, classify": replace(PLAIN, method=Method(method="reward")),
+    "`method: embed`": replace(
+        PLAIN, method=Method(method="embed", temperature=0.05), data=replace(PLAIN.data, overlength="drop")
+    ),
     "FP8": PLAIN,
     "`quantization_aware_training`": replace(
         PLAIN, quantization_aware=QuantizationAware(quantization_aware_training="int8-int4")

@@ -27,6 +27,7 @@ from finetune.models.log_probabilities import head_log_probabilities
 from finetune.rollout.collect import Rollouts, Sampler, Score, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Engine, Sampled
+from finetune.rollout.reward_models import load_reward_models, read_reward_texts
 from finetune.rollout.rewards import Rewards
 from finetune.rollout.vllm import VllmEngine, check_server
 from finetune.training.objectives.objective import Measured, Objective, Objectives
@@ -187,7 +188,7 @@ class PolicyObjective(Objective):
         if keys.tools:  # as TRL names them
             metrics["tools/call_frequency"] = mean(rollout["calls"])
             metrics["tools/failure_frequency"] = torch.stack([rollout["failed_calls"].sum(), rollout["calls"].sum()])
-        for name, scores in zip(self.rollouts.sampler.rewards.names, rollout["scores"].T, strict=True):
+        for name, scores in zip(self.rollouts.sampler.reward_names, rollout["scores"].T, strict=True):
             metrics[f"rewards/{name}"] = mean(scores.nan_to_num(), ~scores.isnan())
         return metrics
 
@@ -242,7 +243,7 @@ class HeldOutRewards(Objective):
     ) -> Measured:
         """The rewards that `prepare` has collected."""
         names = ["reward", "completions/mean_length"]
-        names += [f"rewards/{name}" for name in self.sampler.rewards.names]
+        names += [f"rewards/{name}" for name in self.sampler.reward_names]
         rows = torch.tensor([self.results[i] for i in micro_batch.example_ids]).reshape(-1, len(names))
         columns = rows.to(micro_batch.labels.device).T
         metrics = {}
@@ -307,7 +308,8 @@ def make_policy_objectives(
     shares_prompts = recipe.data.packing and not world.any(not can_share)
     tools = make_tool_turns(recipe, data.tokenizer) if recipe.rollout.tools else None
     rewards = Rewards(recipe.rollout)
-    sampler = Sampler(recipe, world, data.tokenizer, engine, rewards, data.train.steps, shares_prompts, tools)
+    paying = load_reward_models(recipe, world)
+    sampler = Sampler(recipe, world, data.tokenizer, engine, rewards, data.train.steps, shares_prompts, tools, paying)
     rollouts = Rollouts(sampler, data.train, _make_score(model, recipe, world))
     training = PolicyObjective(recipe, rollouts, _make_other_model(recipe, teacher), teacher)
     return Objectives(training, HeldOutRewards(sampler, data.evaluation))
@@ -399,7 +401,11 @@ def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
         if recipe.rollout.vllm_server_base_url is not None:
             check_server(recipe)
         rows = read_rows(examples, np.arange(2) % len(examples))
-        Sampler(recipe, world, tokenizer, None, rewards, data.train.steps).score(rows, sampled, [[], []], 0)
+        sampler = Sampler(recipe, world, tokenizer, None, rewards, data.train.steps)
+        sampler.score(rows, sampled, [[], []], 0)
+        completions = sampler.read_completions(rows, sampled, [[], []])
+        for text in read_reward_texts(recipe):
+            text.encode(rows[0]["prompt"], completions[0])
 
     try:
         RankGroup(world).on_main(ask)

@@ -1,0 +1,153 @@
+"""Reward models that pay sampled completions: frozen, all of each on every rank, which scores a share of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from finetune.config.layout import compute_dtype
+from finetune.config.methods import name_of_reward
+from finetune.config.pretrained import load_config
+from finetune.config.schema import Data, Model, Recipe
+from finetune.constants import IGNORE_INDEX
+from finetune.data.examples import Example
+from finetune.data.formats import Completion
+from finetune.data.messages import BadRow, Message
+from finetune.data.packing import pack_documents
+from finetune.data.render import render_scored
+from finetune.data.tokenizer import Renderer, apply_template, find_pad_id, load_tokenizer, make_renderer
+from finetune.distributed.parallelize import fill_on_device
+from finetune.distributed.world import World
+from finetune.errors import UserError
+from finetune.models.cross_entropy import install_loss
+from finetune.models.documents import can_continue, install_attention
+from finetune.models.experts import install_experts
+from finetune.models.head_scores import head_scores
+from finetune.models.load import DTYPES, build_on_meta, forget_quantization, is_here, read_base_values
+
+
+@dataclass(frozen=True, slots=True)
+class RewardText:
+    """How a reward model reads a conversation: by its own tokenizer and chat template, as `method: reward` does."""
+
+    name: str  # of the folder or on the hub
+    tokenizer: Any
+    renderer: Renderer
+
+    def encode(self, prompt: str | Sequence[Message], completion: str | Sequence[Message]) -> list[int]:
+        """The token ids of a prompt with its completion, both text or both messages.
+
+        Raises `UserError` where the chat template rejects them.
+        """
+        try:
+            if isinstance(prompt, str):
+                text = render_scored(Completion(prompt, str(completion)), self.renderer).text
+            else:
+                text = apply_template(self.renderer, [*prompt, *completion])
+        except BadRow as error:
+            raise UserError(f"rewards: {self.name}: {error}") from None
+        is_plain = isinstance(prompt, str)
+        return list(self.tokenizer(text, add_special_tokens=is_plain, verbose=False).input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """A reward model on this rank's device."""
+
+    text: RewardText
+    model: nn.Module
+    most_tokens: int  # in one forward of several documents; 0: each has a forward of its own
+
+    @property
+    def name(self) -> str:
+        """What metrics call it."""
+        return name_of_reward(self.text.name)
+
+    @torch.no_grad()
+    def score(self, documents: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each document, which is a list of token ids. No other rank takes part."""
+        pad_id = find_pad_id(self.text.tokenizer)
+        device = next(self.model.parameters()).device
+        scores: list[float] = []
+        for some in self._share_forwards(documents):
+            micro_batch = pack_documents([_mark_scored(ids, pad_id) for ids in some]).to(device)
+            of_tokens = self.model(**micro_batch.inputs, head_function=head_scores)
+            scores += of_tokens[: len(some), 0].tolist()  # after them come places without a label
+        return scores
+
+    def _share_forwards(self, documents: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+        """Yields the documents of each forward."""
+        some: list[Sequence[int]] = []
+        for ids in documents:
+            if some and sum(map(len, some)) + len(ids) > self.most_tokens:
+                yield some
+                some = []
+            some.append(ids)
+        if some:
+            yield some
+
+
+def _mark_scored(ids: Sequence[int], pad_id: int | None) -> Example:
+    """A document with a label at its last token that is no pad token, where transformers' class reads the score."""
+    input_ids = np.array(ids, np.int32)
+    labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
+    own = np.flatnonzero(input_ids != pad_id)
+    labels[own[-1] if len(own) else -1] = 0
+    return Example(input_ids, labels)
+
+
+def read_reward_texts(recipe: Recipe) -> list[RewardText]:
+    """How each reward model of the recipe reads conversations. Raises `UserError` for one without a tokenizer."""
+    texts = []
+    for name in recipe.rollout.reward_models:
+        tokenizer = load_tokenizer(_keys_of(name, recipe), Data())
+        texts.append(RewardText(name, tokenizer, make_renderer(tokenizer, assistant_only=False)))
+    return texts
+
+
+def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
+    """The reward models of the recipe, in the run's compute dtype.
+
+    Raises `UserError` for one that cannot be reached, or whose files do not fit its config.
+    """
+    dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
+    models = []
+    for text in read_reward_texts(recipe):
+        keys = _keys_of(text.name, recipe)
+        model, values = build_reward_model(keys, dtype)
+        install_attention(model, keys.attn_implementation)
+        install_loss(model)
+        install_experts(model, world, dtype, is_compiled=False)
+        fill_on_device(model, values, world.device)
+        packs = recipe.data.packing and can_continue(model)
+        tokens = recipe.data.max_length * recipe.batch.per_device_train_batch_size
+        models.append(RewardModel(text, model, tokens if packs else 0))
+    return models
+
+
+def check_reward_models(recipe: Recipe) -> None:
+    """What loading them would find wrong with their files, by headers alone. Raises `UserError`."""
+    for name in recipe.rollout.reward_models:
+        keys = _keys_of(name, recipe)
+        if is_here(keys):
+            build_reward_model(keys, torch.float32)
+
+
+def build_reward_model(keys: Model, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    """(a reward model on meta, its parameters' values). Raises `UserError` as `load_reward_models`."""
+    config = load_config(keys)
+    forget_quantization(config)
+    model = build_on_meta(config, dtype, keys.trust_remote_code).requires_grad_(False).eval()
+    values, quantized = read_base_values(model, config, keys)
+    if quantized:
+        raise UserError(
+            f"rewards: {keys.model_name_or_path}: its weights are stored quantized; name the unquantized model"
+        )
+    return model, values
+
+
+def _keys_of(name: str, recipe: Recipe) -> Model:
+    return Model(model_name_or_path=name, trust_remote_code=recipe.model.trust_remote_code)
