@@ -100,7 +100,7 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
         conversion.add_difference("stage", "pt", JOINED)
     elif settings.get("stage") == "pt":
         recipe["overlength"] = "truncate"
-    else:
+    elif settings.get("stage") != "rm":
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
 
 

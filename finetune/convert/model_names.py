@@ -329,6 +329,9 @@ ONE_TEXT = (
     "one text for all answers of a row there, with an empty thought in the last one; here each follows the prompt of "
     "inference"
 )
+SCORED_END = "the EOS token follows an answer here, and is scored; there the line break before it is"
+EMPTY_SYSTEM = "a row whose system column is empty has a system message without words there, none here"
+LOST_WORDS = ("gemma4", "gemma4_unified", "mistral_v2v3", "mistral_v3_tekken")  # of Axolotl, by bradley_terry.chat_template
 # (tool, its name) -> what it writes otherwise than our template, by its rendering (tests/convert/test_token_ids.py).
 OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("LLaMA-Factory", name): THOUGHT for name in ("qwen3", "qwen3_5", "qwen3_6")},
@@ -347,6 +350,7 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
 SPACED = ("mistral_v1", "mistral_v2v3")
 SPACE_TRAINED = "the token of the space before an answer is trained here, not there, where a tokenizer has one for it"
 # LLaMA-Factory trains their line break after an answer.
+BREAK_TRAINED = "the line break after an answer is trained too there"
 BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
 # torchtune's tokenizers, which have a chat format built in -> ours.
@@ -453,6 +457,19 @@ def report_turn_end(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("eot_tokens", settings.get("eot_tokens"), note)
 
 
+def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where a reward model reads another text there, in place of which tokens are trained: one is scored."""
+    conversion.differences = [line for line in conversion.differences if ONE_TEXT not in line]
+    conversion.remarks = [line for line in conversion.remarks if SPACE_TRAINED not in line and BREAK_TRAINED not in line]
+    template = settings.get("chat_template") or settings.get("template")
+    if conversion.recipe.get("chat_template") == "phi3":
+        conversion.add_difference("chat_template", template, SCORED_END)
+    if conversion.tool == "Axolotl":
+        conversion.add_difference("datasets.type", "bradley_terry.chat_template", EMPTY_SYSTEM)
+        if template in LOST_WORDS:
+            conversion.add_difference("chat_template", template, "words of the answers are left out there")
+
+
 def compare_turns(key: str, value: str, conversion: Conversion) -> None:
     """Reports where their template of that name and ours differ: in the text, or in the tokens that are trained."""
     note = OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1]))
@@ -462,7 +479,7 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.add_remark(key, value, SPACE_TRAINED)
     name = conversion.recipe["chat_template"]
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
-        conversion.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")
+        conversion.remarks.append(f"{key}: {value}   ({BREAK_TRAINED})")
     if conversion.tool == "LLaMA-Factory" and name in TRIMMED:
         conversion.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
 

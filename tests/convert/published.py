@@ -231,7 +231,7 @@ def make_row(entry: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]
     question, answer = f"What is {number} and one?", f"It is {number + 1}."
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     is_text = entry.get("type") == "messages"
-    if kind == "pairs":
+    if kind in ("pairs", "scored_pairs"):
         worse = "No idea." if is_text else [{"role": "assistant", "content": "No idea."}]
         better = answer if is_text else chat[1:]
         return {
