@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from finetune.config.families import find_family
 from finetune.config.methods import METHODS
 from finetune.config.reader import shipped_folder
 from finetune.convert.conversion import convert_file
@@ -130,16 +131,18 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     """The recipe of a converted file, its model, rows and Accelerate file replaced by small ones of the same kind, in fp32."""
     place = into / file.parent.name / file.stem
     place.mkdir(parents=True)
+    name = str(found.recipe["model_name_or_path"])
     recipe = {key: value for key, value in found.recipe.items() if key not in UNREADABLE} | HERE
     recipe |= {
-        "model_name_or_path": str(make_tiny(str(recipe["model_name_or_path"]), into, found.images)),
+        "model_name_or_path": str(make_tiny(name, into, found.images)),
         "output_dir": str(place / "run"),
     }
     recipe.pop("tokenizer_name_or_path", None)
     if recipe.get("teacher_model_name_or_path"):
         recipe["teacher_model_name_or_path"] = recipe["model_name_or_path"]
     if str(recipe.get("attn_implementation")).startswith("fl"):
-        recipe["attn_implementation"] = "auto" if recipe.get("packing", True) else "sdpa"
+        without_sdpa = find_family(guess_family(name) or "").caps_scores
+        recipe["attn_implementation"] = "auto" if recipe.get("packing", True) or without_sdpa else "sdpa"
     if recipe.get("adapter_name_or_path"):
         del recipe["adapter_name_or_path"]
     if recipe.get("optim_in_backward"):
