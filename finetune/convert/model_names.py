@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config.facts import find_linear_layers, has_fused_experts
+from finetune.config.facts import find_linear_layers, has_fused_experts, read_family_source
 from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
 from finetune.convert.hints import find_texts
-from finetune.convert.rules import Conversion, convert_names, read_section
+from finetune.convert.rules import LINEAR_LAYERS, Conversion, convert_names, read_section
 from finetune.files.json_files import read_json_object
 
 Unsupported = tuple[str, str, bool]  # evidence in a file, the capability that it asks for, whether the file trains
@@ -85,6 +85,7 @@ FAMILIES = (
     (r"jamba", "jamba"),
     (r"mamba", "mamba2"),
     (r"trinity", "afmoe"),
+    (r"\bbeam-\d", "beam"),
     (r"kimi-linear", "kimi_linear"),
     (r"ling-3", "bailing_hybrid"),
     (r"hunyuan-a\d+b", "hunyuan_v1_moe"),
@@ -100,7 +101,7 @@ FAMILIES = (
     (r"solar-open", "solar_open"),
     (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
     (r"mistral-small-4", "mistral4"),
-    (r"ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
+    (r"shieldstral|ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
     (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"),
     (r"llama", "llama"),
 )
@@ -123,7 +124,10 @@ VISION_FAMILIES = (
     (r"llama-?3\.2.*vision", "mllama"),
     (r"llama-?4", "llama4"),
     (r"pixtral|llava", "llava"),
-    (r"mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|mistral-medium-3\.5", "mistral3"),
+    (r"lfm2.*-vl", "lfm2_vl"),
+    (r"paddleocr-vl", "paddleocr_vl"),
+    (r"north-\w+-vision|command-a-vision", "cohere2_vision"),
+    (r"shieldstral|mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|mistral-medium-3\.5", "mistral3"),
     (r"moss-vl", "moss_vl"),
 )
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
@@ -174,7 +178,7 @@ BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")  # Automodel's own 
 AUTOMODEL_ADAPTERS = "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
 AUXILIARY = "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds it here"
 # Whose losses over experts in 4 bits are not proven: the first draws experts at random in training.
-UNTRIED_IN_FEW_BITS = ("phimoe", "bailing_hybrid")
+UNTRIED_IN_FEW_BITS = ("phimoe", "bailing_hybrid", "qwen4_exp_text")
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
 MOE_KEYS = ("llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe")
 
@@ -556,6 +560,9 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
     if given:
         recipe["special_tokens"] = given
     added: list[str] = []
+    if conversion.tool == "Axolotl" and isinstance(settings.get("tokens"), dict):
+        note = "a list of tokens to add is read there too; special_tokens names the four"
+        conversion.add_difference("tokens", settings["tokens"], note)
     listed = [settings.get(key) for key in ADDED_TOKENS.get(conversion.tool, ())]
     for names in [*listed, section.get("additional_special_tokens")]:
         added += convert_names(names or None) or []
@@ -580,6 +587,19 @@ def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("finetuning_type") == "freeze" and conversion.tool == "LLaMA-Factory":
         recipe["use_peft"] = False
         _train_layers(settings, conversion)
+
+
+def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where a pattern of the whole name leaves shared experts out, whose layers are called as others of the MLP."""
+    pattern = settings.get("lora_target_modules")
+    targets = conversion.recipe.get("lora_target_modules")
+    if not isinstance(pattern, str) or not isinstance(targets, list) or re.fullmatch(r"[\w.,]+", pattern):
+        return
+    shared = [name for name in targets if LINEAR_LAYERS.get(name) == "mlp"]
+    family = guess_family(name_model(settings)) or ""
+    if shared and "shared_expert" in read_family_source(family):
+        note = "the shared experts get adapters by these names too here, not by the pattern there"
+        conversion.add_difference("lora_target_modules", pattern, note)
 
 
 def _train_layers(settings: ToolFile, conversion: Conversion) -> None:
@@ -631,7 +651,7 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     targets = "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
     if not settings.get("adapter"):
         conversion.add_difference("adapter", None, TRAINED_TOWER)
-    elif "language_model" not in str(targets):
+    elif not re.search("language_model|text_model", str(targets)):
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
     if "train_on_inputs" not in settings:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import UNTRIED_IN_FEW_BITS, find_refused_models, guess_family, is_mixture
+from finetune.convert.rules import Conversion
 from tests.conftest import let_states_last, make_chat, make_tokenizer
 from tests.models.sweep import tiny_config
 from tests.training import reference
@@ -22,6 +25,7 @@ NAMES = {
     "google/gemma-4-26B-A4B-it": "gemma4_text",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
     "Qwen/Qwen3.5-35B-A3B": "qwen3_5_moe_text",
+    "reflection/Beam-1.0-501B-A23B": "beam",
     "arcee-ai/Trinity-Nano-Preview": "afmoe",
     "moonshotai/Kimi-Linear-48B-A3B-Instruct": "kimi_linear",
     "inclusionAI/Ling-3.0-tiny": "bailing_hybrid",
@@ -65,6 +69,53 @@ def test_a_name_says_its_family(name: str, family: str) -> None:
     assert guess_family(name) == family and is_mixture(name)
     refused = list(find_refused_models({"base_model": name, "load_in_4bit": True}))
     assert bool(refused) == (family in UNTRIED_IN_FEW_BITS)
+
+
+def convert(folder: Path, **keys: Any) -> Conversion:
+    """The conversion of a file of Axolotl's with these keys."""
+    file = {"base_model": "org/model", "sequence_len": 64, "datasets": [{"path": "a", "type": "completion"}]}
+    (folder / "theirs.yaml").write_text(yaml.safe_dump(file | keys))
+    return convert_file(folder / "theirs.yaml")
+
+
+def test_a_pattern_that_leaves_shared_experts_out_is_listed(tmp_path: Path) -> None:
+    """peft matches a pattern with the whole name, and a list of names with its end."""
+    pattern = r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj"
+    keys = {"base_model": "mistralai/Mistral-Small-4-119B-2603", "adapter": "lora"}
+    found = convert(tmp_path, lora_target_modules=pattern, **keys)
+    assert any("shared experts get adapters" in line for line in found.differences)
+    assert "q_proj" not in found.recipe["lora_target_modules"]  # queries come out of a latent
+    by_name = convert(tmp_path, lora_target_modules=["o_proj", "up_proj"], **keys)
+    assert not any("shared experts" in line for line in by_name.differences)
+
+
+def test_a_pattern_of_a_text_model_names_its_layers(tmp_path: Path) -> None:
+    pattern = r"model.text_model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"
+    keys = {"base_model": "HuggingFaceTB/SmolVLM2-2.2B-Instruct", "adapter": "lora", "trust_remote_code": True}
+    found = convert(tmp_path, processor_type="AutoProcessor", lora_target_modules=pattern, **keys)
+    assert found.recipe["lora_target_modules"] == ["q_proj", "up_proj"]
+    assert not any("vision tower by these names" in line for line in found.differences)
+    assert "trust_remote_code" not in found.recipe
+
+
+def test_no_key_of_axolotls_is_lost(tmp_path: Path) -> None:
+    """A mapping under `tokens`, which only the older examples have, and the loss at which a run is stopped."""
+    found = convert(tmp_path, tokens={"pad_token": "<|padding|>"}, loss_watchdog_threshold=5.0)
+    assert any(line.startswith("tokens: ") for line in found.differences)
+    assert any(line.startswith("loss_watchdog_threshold: 5.0") for line in found.remarks)
+
+
+def test_a_model_that_is_not_here_has_layers_for_a_pipeline(tmp_path: Path) -> None:
+    sizes = {"strategy": "fsdp2", "tp_size": 1, "pp_size": 2}
+    model = {
+        "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
+        "pretrained_model_name_or_path": "meta-llama/Llama-3.3-70B-Instruct",
+    }
+    data = {"_target_": "nemo_automodel.components.datasets.llm.squad.make_squad_dataset", "dataset_name": "a/b"}
+    file = {"step_scheduler": {"global_batch_size": 8}, "model": model, "distributed": sizes, "dataset": data}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert found.recipe["pipeline_parallel_size"] == 2 and "0 layers" not in str(found.remarks)
 
 
 @pytest.fixture(scope="module")
