@@ -82,6 +82,7 @@ SMALL: dict[str, dict[str, Any]] = {  # sizes of families that others of their o
         "num_dense_layers": 1,
     },
     "granitemoehybrid": MIXTURE | {"mamba_n_heads": 6, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]},
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
 }
