@@ -58,7 +58,10 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         "early exit": ("early_exit_loss", "layer_dropout"),
     },
     "Automodel": {"diffusion": ("dllm", "flow_matching")},
-    "ms-swift": {"a classifier by ms-swift, whose rows end with a prompt for an answer": ("num_labels",), "training from cached tokens": ("cached_dataset",)},
+    "ms-swift": {
+        "a classifier by ms-swift, whose rows end with a prompt for an answer": ("num_labels",),
+        "training from cached tokens": ("cached_dataset",),
+    },
 }
 AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
 AUTOMODEL_RECIPES = (AUTOMODEL_RECIPE, "FinetuneRecipeForVLM")
