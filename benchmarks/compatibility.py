@@ -161,7 +161,9 @@ def page(tools: dict[str, Count], capabilities: Counter[str], differences: Count
 
 if __name__ == "__main__":
     if len(sys.argv) != 5 or not Path(sys.argv[1]).is_dir() or not Path(sys.argv[3]).is_dir():
-        sys.exit(f"usage: python {sys.argv[0]} FOLDER (of one folder of YAML files for each tool) STARTED.json AXOLOTL STARTED.json")
+        sys.exit(
+            f"usage: python {sys.argv[0]} FOLDER STARTED.json AXOLOTL STARTED.json (folders of a folder for each tool)"
+        )
     folders = [Path(sys.argv[1]), Path(sys.argv[3])]
     trained = [json.loads(Path(sys.argv[i]).read_text()) for i in (2, 4)]
     print(main(folders[0], trained[0], folders[1], trained[1]), end="")

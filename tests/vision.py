@@ -223,7 +223,7 @@ PIXTRAL: dict[str, dict[str, Any]] = {  # whose class is that of LLaVA, or of Mi
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
         "image_token_index": IMAGE,
-    }
+    },
 }
 MIXED_DTYPES = ("qwen3_vl",)  # the language model in bf16, the tower in fp32
 

@@ -358,7 +358,8 @@ ONE_TEXT = (
 )
 SCORED_END = "the EOS token follows an answer here, and is scored; there the line break before it is"
 EMPTY_SYSTEM = "a row whose system column is empty has a system message without words there, none here"
-LOST_WORDS = ("gemma4", "gemma4_unified", "mistral_v2v3", "mistral_v3_tekken")  # of Axolotl, by bradley_terry.chat_template
+# Of Axolotl, by bradley_terry.chat_template.
+LOST_WORDS = ("gemma4", "gemma4_unified", "mistral_v2v3", "mistral_v3_tekken")
 # (tool, its name) -> what it writes otherwise than our template, by its rendering (tests/convert/test_token_ids.py).
 OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("LLaMA-Factory", name): THOUGHT for name in ("qwen3", "qwen3_5", "qwen3_6")},
@@ -487,7 +488,8 @@ def report_turn_end(settings: ToolFile, conversion: Conversion) -> None:
 def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where a reward model reads another text there, in place of which tokens are trained: one is scored."""
     conversion.differences = [line for line in conversion.differences if ONE_TEXT not in line]
-    conversion.remarks = [line for line in conversion.remarks if SPACE_TRAINED not in line and BREAK_TRAINED not in line]
+    for note in (SPACE_TRAINED, BREAK_TRAINED):
+        conversion.remarks = [line for line in conversion.remarks if note not in line]
     template = settings.get("chat_template") or settings.get("template")
     if conversion.recipe.get("chat_template") == "phi3":
         conversion.add_difference("chat_template", template, SCORED_END)
@@ -590,7 +592,7 @@ def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where a pattern of the whole name leaves shared experts out, whose layers are called as others of the MLP."""
+    """Reports where a pattern of the whole name leaves shared experts out, whose layers have the names of an MLP's."""
     pattern = settings.get("lora_target_modules")
     targets = conversion.recipe.get("lora_target_modules")
     if not isinstance(pattern, str) or not isinstance(targets, list) or re.fullmatch(r"[\w.,]+", pattern):

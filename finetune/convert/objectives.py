@@ -51,10 +51,12 @@ ASFT = (
     "tokens of a step here, of each micro-batch's mean there"
 )
 # Of reward models.
-NAMED_REWARD = "the name of the file says so: no key of TRL's names its trainer; for supervised fine-tuning set method: sft"
+NAMED_REWARD = (
+    "the name of the file says so: no key of TRL's names its trainer; for supervised fine-tuning set method: sft"
+)
 FROZEN_HEAD = (
-    "under LoRA the head of scores keeps the values there that it is drawn with, unless lora_task_type is SEQ_CLS; it is "
-    "trained here"
+    "under LoRA the head of scores keeps the values there that it is drawn with, unless lora_task_type is SEQ_CLS; it "
+    "is trained here"
 )
 VALUE_HEAD = (
     "a value head there, which reads a tenth fewer numbers at random (dropout), has another start, and is saved as "

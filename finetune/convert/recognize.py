@@ -83,11 +83,7 @@ AUTOMODEL_MODELS = {
     "SequenceClassification": "classification of pairs of sentences, which Automodel's class joins",
 }
 TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "grpo", *REWARD_COMMANDS)
-TRL_CAUSES = {
-    "cpo": "another loss (CPO)",
-    "gkd": "distillation",
-    "rloo": "online RL",
-}
+TRL_CAUSES = {"cpo": "another loss (CPO)", "gkd": "distillation", "rloo": "online RL"}
 MEGATRON_KEYS = (
     "micro_batch_size",
     "tensor_model_parallel_size",

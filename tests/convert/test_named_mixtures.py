@@ -127,18 +127,14 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     keys: dict[str, Any] = {"global_batch_size": 2, "max_steps": 2, "use_peft": True, "load_in_4bit": True, "lora_r": 4}
     keys |= {"lora_target_modules": ["o_proj"], "packing": True}
     return {
-        family: write_recipe(
-            folder / f"{family}.yaml", make_mixture(folder / family / "model", family), data, **keys
-        )
+        family: write_recipe(folder / f"{family}.yaml", make_mixture(folder / family / "model", family), data, **keys)
         for family in FAMILIES
     }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_its_losses_are_those_of_transformers_peft_and_bitsandbytes(
-    family: str, recipes: dict[str, Path]
-) -> None:
+def test_its_losses_are_those_of_transformers_peft_and_bitsandbytes(family: str, recipes: dict[str, Path]) -> None:
     folder = recipes[family].parent
     runs = train_families(folder, recipes, [(family, "single", 1)], [])
     assert_losses(runs(family, "single", 1), reference.losses(recipes[family]))

@@ -189,7 +189,9 @@ def test_reward_models(text: str, name: str, expected: dict[str, Any], tmp_path:
     found = convert(text, tmp_path, name)
     assert found.recipe["method"] == "reward" and not found.missing_capabilities
     assert {key: found.recipe[key] for key in expected} == expected
-    assert not {"beta", "assistant_only_loss"} & found.recipe.keys() and found.recipe.get("overlength", "drop") == "drop"
+    assert (
+        not {"beta", "assistant_only_loss"} & found.recipe.keys() and found.recipe.get("overlength", "drop") == "drop"
+    )
 
 
 def test_what_a_reward_model_does_otherwise_is_said(tmp_path: Path) -> None:
