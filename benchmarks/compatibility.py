@@ -2,11 +2,12 @@
 what the rest need.
 
     python -m tests.convert.published FOLDER > STARTED.json
-    python benchmarks/compatibility.py FOLDER STARTED.json > docs/compatibility.md
+    python benchmarks/compatibility.py FOLDER STARTED.json AXOLOTL STARTED.json > docs/compatibility.md
 
 FOLDER holds one folder of YAML files for each tool, such as FOLDER/axolotl/*.yaml. Each file is given to `finetune
 convert`'s own code. STARTED.json says which of those that convert trained for two steps: a tiny model of the file's
-family, rows of its format, one process, fp32.
+family, rows of its format, one process, fp32. AXOLOTL holds the folder axolotl with the examples of that tool's source
+package of version 0.21, whose folders are part of the files' names (llama-3__lora.yaml).
 """
 
 import json
@@ -22,7 +23,7 @@ from finetune.errors import UserError
 INTRODUCTION = """\
 # Compatibility
 
-<!-- Made by `python benchmarks/compatibility.py FOLDER STARTED.json`; change it there. -->
+<!-- Made by `python benchmarks/compatibility.py FOLDER STARTED.json AXOLOTL STARTED.json`; change it there. -->
 
 Will my recipe run? `finetune convert` was given configuration files that other tools publish as examples. Each file
 is counted once:
@@ -55,8 +56,25 @@ class Count:
     unread: list[str] = field(default_factory=list)
 
 
-def main(folder: Path, started: dict[str, bool]) -> str:
-    """The page. Raises `NotADirectoryError` where `folder` is none."""
+SECOND = """\
+
+## Axolotl 0.21's own examples
+
+Every file under `examples/` in the source package of that version, counted in the same way; many are among those above.
+"""
+
+
+def main(folder: Path, started: dict[str, bool], axolotl: Path, axolotl_started: dict[str, bool]) -> str:
+    """The page."""
+    counted = count_files(folder, started)
+    first, _, tables = counted.partition("\n\n")
+    introduction = INTRODUCTION.replace("Will my recipe run?", f"{first}\n\nWill my recipe run?")
+    second = count_files(axolotl, axolotl_started).replace("\n## ", "\n### ")
+    return f"{introduction}\n{tables}{SECOND}\n{second}"
+
+
+def count_files(folder: Path, started: dict[str, bool]) -> str:
+    """The tables of the files under one folder."""
     tools: dict[str, Count] = {}
     capabilities: Counter[str] = Counter()
     differences: Counter[str] = Counter()
@@ -102,7 +120,8 @@ def page(tools: dict[str, Count], capabilities: Counter[str], differences: Count
         f"they need, and {whole['ran']} recipes train two steps on a tiny model of their family.**"
     )
     lines = [
-        INTRODUCTION.replace("Will my recipe run?", f"{first}\n\nWill my recipe run?"),
+        first,
+        "",
         "| Tool | Files | Converted, no difference | Converted, with differences listed | Need a missing capability "
         "| Not a training recipe | Run two steps on a tiny model of their family | Not read |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -141,6 +160,10 @@ def page(tools: dict[str, Count], capabilities: Counter[str], differences: Count
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or not Path(sys.argv[1]).is_dir():
-        sys.exit(f"usage: python {sys.argv[0]} FOLDER (of one folder of YAML files for each tool) STARTED.json")
-    print(main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())), end="")
+    if len(sys.argv) != 5 or not Path(sys.argv[1]).is_dir() or not Path(sys.argv[3]).is_dir():
+        sys.exit(
+            f"usage: python {sys.argv[0]} FOLDER STARTED.json AXOLOTL STARTED.json (folders of a folder for each tool)"
+        )
+    folders = [Path(sys.argv[1]), Path(sys.argv[3])]
+    trained = [json.loads(Path(sys.argv[i]).read_text()) for i in (2, 4)]
+    print(main(folders[0], trained[0], folders[1], trained[1]), end="")

@@ -184,7 +184,38 @@ MORE: dict[str, dict[str, Any]] = {
         "image_token_index": IMAGE,
     },
 }
-PIXTRAL: dict[str, dict[str, Any]] = {  # whose class is that of LLaVA
+MISTRAL_4 = {
+    "model_type": "mistral4",
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 0,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "hidden_size": 64,
+    "rope_parameters": {
+        "partial_rotary_factor": 0.5,
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 16,  # beyond which queries are scaled
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+PIXTRAL: dict[str, dict[str, Any]] = {  # whose class is that of LLaVA, or of Mistral 3
+    "mistral4": FAMILIES["mistral3"] | {"model_type": "mistral3", "text_config": MISTRAL_4},
     "pixtral": {
         "model_type": "llava",
         "text_config": {"model_type": "mistral"},
@@ -192,7 +223,7 @@ PIXTRAL: dict[str, dict[str, Any]] = {  # whose class is that of LLaVA
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
         "image_token_index": IMAGE,
-    }
+    },
 }
 MIXED_DTYPES = ("qwen3_vl",)  # the language model in bf16, the tower in fp32
 
@@ -316,6 +347,7 @@ PROCESSORS |= {
         {},
         "<|image|>",
     ),
+    "mistral4": PROCESSORS["mistral3"],
     "smolvlm": (
         {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 56}}
         | {"max_image_size": {"longest_edge": 28}},

@@ -27,6 +27,7 @@ SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
 V1_COMMAND = "stage: sft   (the command names the method of such a file, as in llamafactory-cli sft; it does not)"
 JOINED = "documents are joined there, cut into blocks of cutoff_len, and attend to those before; each is apart here"
 SWIFT_TURNS = "ms-swift writes the model's turns by templates of its own; the tokenizer's is used here: compare them"
+WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
 SHARED_CUT = "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its end here)"
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
@@ -63,6 +64,8 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
     report_turn_end(settings, conversion)
+    if settings.get("loss_watchdog_threshold"):
+        conversion.add_remark("loss_watchdog_threshold", settings["loss_watchdog_threshold"], WATCHED)
     if settings.get("nf4_backend") == "torchao":
         conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
     optim = str(recipe.get("optim"))
@@ -100,7 +103,7 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
         conversion.add_difference("stage", "pt", JOINED)
     elif settings.get("stage") == "pt":
         recipe["overlength"] = "truncate"
-    else:
+    elif settings.get("stage") != "rm":
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
 
 

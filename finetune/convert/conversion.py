@@ -34,6 +34,7 @@ from finetune.convert.model_names import (
     guess_family,
     is_mixture,
     report_classes,
+    report_shared_experts,
     set_template,
 )
 from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
@@ -210,6 +211,7 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     report_classes(settings, conversion)
     add_tokenizers_turns(settings, conversion)
     _report_quantized_experts(settings, conversion)
+    report_shared_experts(settings, conversion)
     adapt_method(method, settings, source, conversion)
     add_sources(tool, settings, source, conversion)
     add_defaults(settings, conversion)

@@ -239,6 +239,9 @@ def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conv
     if isinstance(kind, dict):
         columns = PAIRED_COLUMNS | (RATED_COLUMNS if method == "kto" else {})
         keys |= {ours: entry.take(f"type.field_{name}") for name, ours in columns.items()}
+    elif kind == "bradley_terry.chat_template":
+        entry.take("type")
+        keys |= {"type": "messages", "prompt_column": "input"}
     elif template == "chat_template" and form in (*MESSAGE_FORMS, "argilla"):
         entry.take("type")
         keys["prompt_column"] = entry.take("field_messages")

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config.facts import find_linear_layers, has_fused_experts
+from finetune.config.facts import find_linear_layers, has_fused_experts, read_family_source
 from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
 from finetune.convert.hints import find_texts
-from finetune.convert.rules import Conversion, convert_names, read_section
+from finetune.convert.rules import LINEAR_LAYERS, Conversion, convert_names, read_section
 from finetune.files.json_files import read_json_object
 
 Unsupported = tuple[str, str, bool]  # evidence in a file, the capability that it asks for, whether the file trains
@@ -39,17 +39,20 @@ FAMILIES = (
     (r"rwkv", "rwkv"),
     (r"starcoder-?2|starchat-?2", "starcoder2"),
     (r"starcoder|santacoder", "gpt_bigcode"),
+    (r"phi-?3\.5-moe|phi-(mini|tiny)-moe", "phimoe"),
     (r"phi-?(3|4)", "phi3"),
     (r"phi-?[12]", "phi"),
     (r"smollm-?3(?!\d)", "smollm3"),
     (r"apertus", "apertus"),
-    (r"qwen-?3(\.\d|[-_.]?(5|next))", "qwen3_5_text"),
+    (r"qwen-?3\.\d-flash-next", "qwen4_exp_text"),
+    (r"qwen-?3-next", "qwen3_next"),
+    (r"qwen-?3(\.\d|[-_.]?5).*a\d+b", "qwen3_5_moe_text"),
+    (r"qwen-?3(\.\d|[-_.]?5)", "qwen3_5_text"),
     (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
     (r"qwen-?3", "qwen3"),
     (r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)", None),  # the first generation's, which is not transformers'
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"),
     (r"qwen", "qwen2"),
-    (r"gemma-?4.*a\d+b", None),
     (r"gemma-?4", "gemma4_text"),
     (r"gemma-?3", "gemma3_text"),
     (r"gemma-?2-|gemma2", "gemma2"),
@@ -67,6 +70,7 @@ FAMILIES = (
     (r"granite.*moe|granite.*a\d+m", "granitemoe"),
     (r"granite", "granite"),
     (r"olmoe", "olmoe"),
+    (r"flex-?olmo", "flex_olmo"),
     (r"olmo-?3", "olmo3"),
     (r"olmo-?2", "olmo2"),
     (r"olmo", "olmo"),
@@ -80,11 +84,24 @@ FAMILIES = (
     (r"dbrx", "dbrx"),
     (r"jamba", "jamba"),
     (r"mamba", "mamba2"),
+    (r"trinity", "afmoe"),
+    (r"\bbeam-\d", "beam"),
+    (r"kimi-linear", "kimi_linear"),
+    (r"ling-3", "bailing_hybrid"),
+    (r"hunyuan-a\d+b", "hunyuan_v1_moe"),
+    (r"hunyuan-\d", "hunyuan_v1_dense"),
+    (r"\bhy3", "hy_v3"),
+    (r"dots\.llm1", "dots1"),
+    (r"ernie-?4\.5.*a\d+b", "ernie4_5_moe"),
+    (r"ernie-?4\.5", "ernie4_5"),
+    (r"command-?a-plus", "cohere2_moe"),
     (r"command-?r7b|command-?a", "cohere2"),
     (r"command|cohere|aya", "cohere"),
     (r"seed-?oss", "seed_oss"),
+    (r"solar-open", "solar_open"),
     (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
-    (r"ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
+    (r"mistral-small-4", "mistral4"),
+    (r"shieldstral|ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
     (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"),
     (r"llama", "llama"),
 )
@@ -94,6 +111,7 @@ VISION_FAMILIES = (
     (r"qwen-?3[-_]?vl", "qwen3_vl"),
     (r"qwen-?2\.5[-_]?vl", "qwen2_5_vl"),
     (r"qwen-?2[-_]?vl", "qwen2_vl"),
+    (r"qwen-?3\.\d-flash-next", "qwen4_exp"),
     (r"qwen-?3\.\d.*a\d+b", "qwen3_5_moe"),
     (r"qwen-?3\.\d", "qwen3_5"),
     (r"internvl", "internvl"),
@@ -106,7 +124,10 @@ VISION_FAMILIES = (
     (r"llama-?3\.2.*vision", "mllama"),
     (r"llama-?4", "llama4"),
     (r"pixtral|llava", "llava"),
-    (r"mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|mistral-medium-3\.5", "mistral3"),
+    (r"lfm2.*-vl", "lfm2_vl"),
+    (r"paddleocr-vl", "paddleocr_vl"),
+    (r"north-\w+-vision|command-a-vision", "cohere2_vision"),
+    (r"shieldstral|mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|mistral-medium-3\.5", "mistral3"),
     (r"moss-vl", "moss_vl"),
 )
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
@@ -115,14 +136,15 @@ MULTIMODAL_MODEL = re.compile(
 )
 # Mixtures whose files hold numbers that are not read, whose code is not transformers' own, or that were not tried.
 MOE_MODEL = re.compile(
-    r"deepseek[-_]?v4|minimax-?m3|kimi-k2|ling[-_](mini|flash|1t|\d)|ring[-_](mini|flash)|arctic|mistral-small-4|grok|step-3|"
+    r"deepseek[-_]?v4|minimax-?m3|kimi-k2|ling[-_](mini|flash|1t|[12])|ring[-_](mini|flash)|arctic|grok|step-3|"
     r"\bmimo(?!-7b|-v2-flash)"
 )
 MOE_CAUSE = "mixtures of experts whose files or code are of another kind, or not tried yet"
 MIXTURE = re.compile(
     r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|r1)(?!.*distill)|scout|maverick|\d+b[-_]\d+e\b|llama-?4|glm-?5|minimax|mimo-v2|"
     r"nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|mixtral|"
-    r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|jamba|dots\.?1"
+    r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3(\.\d-flash)?-next|"
+    r"trinity|jamba|dots\.|ling-3|kimi-linear|flex-?olmo|mistral-small-4|solar-open|command-?a-plus"
 )
 FIRST_QWEN = re.compile(r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)")
 DIFFUSION_MODEL = re.compile(r"labs-diffusion|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower")
@@ -155,6 +177,8 @@ NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that ge
 BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")  # Automodel's own classes with an auxiliary loss
 AUTOMODEL_ADAPTERS = "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
 AUXILIARY = "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds it here"
+# Whose losses over experts in 4 bits are not proven: the first draws experts at random in training.
+UNTRIED_IN_FEW_BITS = ("phimoe", "bailing_hybrid", "qwen4_exp_text")
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
 MOE_KEYS = ("llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe")
 
@@ -211,8 +235,11 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
     lower = name.lower()
     if (Path(name).expanduser() / CONFIG_FILE).is_file():
         return  # by which the rules of a run judge it
-    asks = any(settings.get(key) for key in FEW_BITS) and not has_fused_experts(guess_family(name) or "")
-    if is_mixture(name) and (asks or QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)):
+    family = guess_family(name) or ""
+    is_untried = family in UNTRIED_IN_FEW_BITS or not has_fused_experts(family)
+    asks = any(settings.get(key) for key in FEW_BITS)
+    is_stored = QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)
+    if is_mixture(name) and ((asks and is_untried) or is_stored):
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in REFUSED_NAMES.items():
         takes_images = pattern in (MULTIMODAL_MODEL, HYBRID_MODEL) and guess_vision_family(lower) in IMAGE_FAMILIES
@@ -329,6 +356,10 @@ ONE_TEXT = (
     "one text for all answers of a row there, with an empty thought in the last one; here each follows the prompt of "
     "inference"
 )
+SCORED_END = "the EOS token follows an answer here, and is scored; there the line break before it is"
+EMPTY_SYSTEM = "a row whose system column is empty has a system message without words there, none here"
+# Of Axolotl, by bradley_terry.chat_template.
+LOST_WORDS = ("gemma4", "gemma4_unified", "mistral_v2v3", "mistral_v3_tekken")
 # (tool, its name) -> what it writes otherwise than our template, by its rendering (tests/convert/test_token_ids.py).
 OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("LLaMA-Factory", name): THOUGHT for name in ("qwen3", "qwen3_5", "qwen3_6")},
@@ -347,6 +378,7 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
 SPACED = ("mistral_v1", "mistral_v2v3")
 SPACE_TRAINED = "the token of the space before an answer is trained here, not there, where a tokenizer has one for it"
 # LLaMA-Factory trains their line break after an answer.
+BREAK_TRAINED = "the line break after an answer is trained too there"
 BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
 # torchtune's tokenizers, which have a chat format built in -> ours.
@@ -453,6 +485,20 @@ def report_turn_end(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("eot_tokens", settings.get("eot_tokens"), note)
 
 
+def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where a reward model reads another text there, in place of which tokens are trained: one is scored."""
+    conversion.differences = [line for line in conversion.differences if ONE_TEXT not in line]
+    for note in (SPACE_TRAINED, BREAK_TRAINED):
+        conversion.remarks = [line for line in conversion.remarks if note not in line]
+    template = settings.get("chat_template") or settings.get("template")
+    if conversion.recipe.get("chat_template") == "phi3":
+        conversion.add_difference("chat_template", template, SCORED_END)
+    if conversion.tool == "Axolotl":
+        conversion.add_difference("datasets.type", "bradley_terry.chat_template", EMPTY_SYSTEM)
+        if template in LOST_WORDS:
+            conversion.add_difference("chat_template", template, "words of the answers are left out there")
+
+
 def compare_turns(key: str, value: str, conversion: Conversion) -> None:
     """Reports where their template of that name and ours differ: in the text, or in the tokens that are trained."""
     note = OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1]))
@@ -462,7 +508,7 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.add_remark(key, value, SPACE_TRAINED)
     name = conversion.recipe["chat_template"]
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
-        conversion.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")
+        conversion.remarks.append(f"{key}: {value}   ({BREAK_TRAINED})")
     if conversion.tool == "LLaMA-Factory" and name in TRIMMED:
         conversion.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
 
@@ -516,6 +562,9 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
     if given:
         recipe["special_tokens"] = given
     added: list[str] = []
+    if conversion.tool == "Axolotl" and isinstance(settings.get("tokens"), dict):
+        note = "a list of tokens to add is read there too; special_tokens names the four"
+        conversion.add_difference("tokens", settings["tokens"], note)
     listed = [settings.get(key) for key in ADDED_TOKENS.get(conversion.tool, ())]
     for names in [*listed, section.get("additional_special_tokens")]:
         added += convert_names(names or None) or []
@@ -540,6 +589,19 @@ def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("finetuning_type") == "freeze" and conversion.tool == "LLaMA-Factory":
         recipe["use_peft"] = False
         _train_layers(settings, conversion)
+
+
+def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where a pattern of the whole name leaves shared experts out, whose layers have the names of an MLP's."""
+    pattern = settings.get("lora_target_modules")
+    targets = conversion.recipe.get("lora_target_modules")
+    if not isinstance(pattern, str) or not isinstance(targets, list) or re.fullmatch(r"[\w.,]+", pattern):
+        return
+    shared = [name for name in targets if LINEAR_LAYERS.get(name) == "mlp"]
+    family = guess_family(name_model(settings)) or ""
+    if shared and "shared_expert" in read_family_source(family):
+        note = "the shared experts get adapters by these names too here, not by the pattern there"
+        conversion.add_difference("lora_target_modules", pattern, note)
 
 
 def _train_layers(settings: ToolFile, conversion: Conversion) -> None:
@@ -591,7 +653,7 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     targets = "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
     if not settings.get("adapter"):
         conversion.add_difference("adapter", None, TRAINED_TOWER)
-    elif "language_model" not in str(targets):
+    elif not re.search("language_model|text_model", str(targets)):
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
     if "train_on_inputs" not in settings:

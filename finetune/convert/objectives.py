@@ -1,7 +1,7 @@
 """What a file trains by: its method, the losses of preferences, TRL's GRPO and its rewards, and rounding (QAT)."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from finetune.config.quantization import SCHEMES
 from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
-from finetune.convert.model_names import Unsupported
+from finetune.convert.model_names import Unsupported, compare_scored_turns
 from finetune.convert.rules import Conversion, read_section
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
@@ -35,6 +35,7 @@ TRL_SIGNS = (
 )
 SFT_LOSSES = (None, "nll", "chunked_nll", "dft")
 TRL_NAMES = ("kto", "orpo", "dpo", "simpo")  # of trainers, in the names of files and folders
+REWARD_COMMANDS = ("reward", "reward_modeling")  # of TRL's command line, and in the names of its files
 # Where our default differs, by what the tool's own preference trainer takes.
 PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "TRL": {"learning_rate": 1e-6},
@@ -49,6 +50,20 @@ ASFT = (
     "the loss is divided by 1 + asft_alpha here, and so is max_grad_norm: AdamW's steps are the same; a mean over all "
     "tokens of a step here, of each micro-batch's mean there"
 )
+# Of reward models.
+NAMED_REWARD = (
+    "the name of the file says so: no key of TRL's names its trainer; for supervised fine-tuning set method: sft"
+)
+FROZEN_HEAD = (
+    "under LoRA the head of scores keeps the values there that it is drawn with, unless lora_task_type is SEQ_CLS; it "
+    "is trained here"
+)
+VALUE_HEAD = (
+    "a value head there, which reads a tenth fewer numbers at random (dropout), has another start, and is saved as "
+    "v_head; here the head of transformers' class for sequence classification, without dropout"
+)
+WHOLE_PAIR = "a pair with a longer answer is dropped here; there both its prompt and its answers are cut"
+CUT_PAIR = "a pair with a longer answer is dropped here, as by TRL; there it is cut and loses the end that is scored"
 NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
 LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft", "enable_dft_loss")  # -> token_loss
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
@@ -66,7 +81,7 @@ def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
     if tool == "TRL":
         return _find_trl_method(settings, source)
     if tool == "Axolotl":
-        return AXOLOTL_METHODS.get(str(settings.get("rl")), "sft")
+        return "reward" if settings.get("reward_model") else AXOLOTL_METHODS.get(str(settings.get("rl")), "sft")
     if tool == "LLaMA-Factory":
         return _find_factory_method(settings)
     if find_distillation(settings) is not None:
@@ -80,7 +95,7 @@ def _find_factory_method(settings: ToolFile) -> str:
         return "distill"
     stage = settings.get("stage")
     if stage != "dpo":
-        return "kto" if stage == "kto" else "sft"
+        return {"kto": "kto", "rm": "reward"}.get(str(stage), "sft")
     loss = settings.get("pref_loss")
     return loss if loss in ("orpo", "simpo") else "dpo"
 
@@ -121,10 +136,13 @@ def _read_asft(settings: ToolFile) -> dict[str, Any]:
 
 def _find_trl_method(settings: ToolFile, source: Path) -> str:
     """Reads the method off the keys, else off the file's or its folder's name (orpo/config.yaml): no key names it."""
-    if COMMAND in settings:
-        return str(settings[COMMAND])
+    command = settings.get(COMMAND)
+    if command is not None:
+        return "reward" if command in REWARD_COMMANDS else str(command)
     if is_online(settings):
         return "grpo"
+    if settings.get("center_rewards_coefficient") is not None:
+        return "reward"
     if "desirable_weight" in settings or "undesirable_weight" in settings:
         return "kto"
     if "simpo" in _read_losses("TRL", settings) or "simpo_gamma" in settings:
@@ -132,13 +150,14 @@ def _find_trl_method(settings: ToolFile, source: Path) -> str:
     compares = any(key in settings for key in TRL_SIGNS)
     names_sft_loss = "beta" not in settings and settings.get("loss_type") in SFT_LOSSES[1:]
     if not compares or names_sft_loss:
-        return "sft"
-    return _find_name(source) or "dpo"
+        return "reward" if _find_name(source, REWARD_COMMANDS[:1]) else "sft"
+    return _find_name(source, TRL_NAMES) or "dpo"
 
 
-def _find_name(source: Path) -> str | None:
+def _find_name(source: Path, names: Sequence[str]) -> str | None:
+    """Returns the first of `names` that is a word in a file's name, or the name of its folder."""
     words = {source.resolve().parent.name.lower(), *re.split(r"[^a-z]+", source.stem.lower())}
-    return next((name for name in TRL_NAMES if name in words), None)
+    return next((name for name in names if name in words), None)
 
 
 def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Iterator[Unsupported]:
@@ -146,7 +165,7 @@ def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Ite
     method = find_method(tool, settings, source)
     if method == "grpo":
         yield from find_unsupported_online(settings)
-    if method in ("sft", "distill", "grpo"):
+    if method in ("sft", "distill", "grpo", "reward"):
         return
     losses = _read_losses(tool, settings)
     key = LOSS_KEYS.get(tool, "loss_type")
@@ -186,6 +205,8 @@ def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conv
         _adapt_distillation(settings, conversion)
     elif method == "grpo":
         _adapt_online(settings, conversion)
+    elif method == "reward":
+        _adapt_reward(settings, source, conversion)
     else:
         _adapt_comparison(method, settings, source, conversion)
 
@@ -219,18 +240,53 @@ def _adapt_comparison(method: str, settings: ToolFile, source: Path, conversion:
     _set_comparison_loss(method, settings, source, conversion)
     _list_differences(method, settings, conversion)
     if conversion.tool in WITHOUT_DROPOUT and settings.get("disable_dropout", True):
-        if recipe.get("lora_dropout", 0) != 0:
-            conversion.remarks.append(f"lora_dropout: {recipe['lora_dropout']}   ({NOTES['NO_DROPOUT']})")
-        recipe["lora_dropout"] = 0.0
+        _stop_dropout(conversion)
     if settings.get("label_smoothing_factor") is not None and "label_smoothing" not in settings:
         recipe.pop("label_smoothing", None)  # the Trainer's own loss alone reads it
         conversion.ignored.append("label_smoothing_factor")
     for key, value in PREFERENCE_DEFAULTS.get(conversion.tool, {}).items():
         recipe.setdefault(key, value)
+    _compare_answers(method, conversion)
+
+
+def _compare_answers(method: str, conversion: Conversion) -> None:
+    """Drops what has no effect where answers are compared."""
+    recipe = conversion.recipe
     recipe.pop("assistant_only_loss", None)  # only answers are compared
     if recipe.get("packing") is not False:
         recipe.pop("packing", None)  # no tool packs pairs
     _drop_unused(method, conversion)
+
+
+def _stop_dropout(conversion: Conversion) -> None:
+    dropout = conversion.recipe.get("lora_dropout", 0)
+    if dropout != 0:
+        conversion.remarks.append(f"lora_dropout: {dropout}   ({NOTES['NO_DROPOUT']})")
+    conversion.recipe["lora_dropout"] = 0.0
+
+
+def _adapt_reward(settings: ToolFile, source: Path, conversion: Conversion) -> None:
+    """Adds a reward model. TRL's trainer, which is Axolotl's too, has the loss and the head of here."""
+    tool = conversion.tool
+    recipe = conversion.recipe
+    recipe["method"] = "reward"
+    recipe.pop("overlength", None)  # a document that is cut has lost the token that is scored
+    if tool == "LLaMA-Factory":
+        conversion.add_difference("stage", "rm", VALUE_HEAD)
+        conversion.add_remark("cutoff_len", recipe.get("max_length", 2048), WHOLE_PAIR)
+    elif settings.get("disable_dropout", True):
+        _stop_dropout(conversion)
+    if tool == "Axolotl":
+        conversion.add_remark("sequence_len", recipe.get("max_length", 512), CUT_PAIR)
+    elif tool == "TRL":
+        recipe.setdefault("learning_rate", 1e-4)
+        trains_head = settings.get("lora_task_type") == "SEQ_CLS" or "score" in recipe.get("modules_to_save", ())
+        if recipe.get("use_peft") and not trains_head:
+            conversion.add_difference("lora_task_type", settings.get("lora_task_type"), FROZEN_HEAD)
+        if COMMAND not in settings and settings.get("center_rewards_coefficient") is None:
+            conversion.remarks.append(f"method: reward   ({NAMED_REWARD})")
+    compare_scored_turns(settings, conversion)
+    _compare_answers("reward", conversion)
 
 
 def _set_comparison_loss(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
@@ -244,7 +300,7 @@ def _set_comparison_loss(method: str, settings: ToolFile, source: Path, conversi
         recipe["rpo_alpha"] = losses["sft"]
     if tool == "Axolotl" and method == "orpo" and settings.get("orpo_alpha") is not None:
         recipe.setdefault("beta", convert_number(settings["orpo_alpha"]))
-    is_guessed = not losses and COMMAND not in settings and _find_name(source) is None
+    is_guessed = not losses and COMMAND not in settings and _find_name(source, TRL_NAMES) is None
     if tool == "TRL" and method == "dpo" and is_guessed:
         conversion.remarks.append(f"method: dpo   ({NOT_SAID})")
 

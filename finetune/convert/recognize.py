@@ -24,6 +24,7 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.objectives import (
     AXOLOTL_METHODS,
+    REWARD_COMMANDS,
     asks_for_rounding,
     find_distillation,
     find_method,
@@ -41,8 +42,7 @@ FROM_SCRATCH = "training a named architecture from random weights"
 REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
     "TRL": {"distillation": ("teacher_model_name_or_path", "lmbda")},
     "Axolotl": {
-        "reward model": ("reward_model", "process_reward_model"),
-        "classification": ("num_labels",),
+        "a reward for each step of an answer": ("process_reward_model",),
         "diffusion": ("diffusion", "diffusion_lm"),
         "distillation": ("kd_trainer",),
         "1-bit training": ("use_onebitllms",),
@@ -58,7 +58,10 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         "early exit": ("early_exit_loss", "layer_dropout"),
     },
     "Automodel": {"diffusion": ("dllm", "flow_matching")},
-    "ms-swift": {"classification": ("num_labels",), "training from cached tokens": ("cached_dataset",)},
+    "ms-swift": {
+        "a classifier by ms-swift, whose rows end with a prompt for an answer": ("num_labels",),
+        "training from cached tokens": ("cached_dataset",),
+    },
 }
 AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
 AUTOMODEL_RECIPES = (AUTOMODEL_RECIPE, "FinetuneRecipeForVLM")
@@ -69,7 +72,7 @@ AUTOMODEL_CAUSES = {
     "Diffusion": "diffusion",
     "Encoder": "retrieval",
     "Embedding": "retrieval",
-    "SequenceClassification": "classification",
+    "SequenceClassification": "classification of pairs of sentences, which Automodel's class joins",
     "Omni": "audio",
     "Eagle": "speculative decoding",
     "Pretrain": "pretraining",
@@ -77,28 +80,23 @@ AUTOMODEL_CAUSES = {
 AUTOMODEL_MODELS = {
     "Seq2Seq": "encoder-decoder models",
     "MultiModal": "multimodal",
-    "SequenceClassification": "classification",
+    "SequenceClassification": "classification of pairs of sentences, which Automodel's class joins",
 }
-TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "grpo")
-TRL_CAUSES = {
-    "reward": "reward model",
-    "reward_modeling": "reward model",
-    "cpo": "another loss (CPO)",
-    "gkd": "distillation",
-    "rloo": "online RL",
-}
+TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "grpo", *REWARD_COMMANDS)
+TRL_CAUSES = {"cpo": "another loss (CPO)", "gkd": "distillation", "rloo": "online RL"}
 MEGATRON_KEYS = (
     "micro_batch_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "recompute_granularity",
 )
-FACTORY_STAGES = {"rm": "reward model", "ppo": "online RL"}
+FACTORY_STAGES = {"ppo": "online RL"}
+SWIFT_KINDS = {"rm": "a reward model"}
 V1_COMMANDS = {  # of its command line, by the names of files, folders and data
     "dpo": "a preference file of LLaMA-Factory's v1, whose keys are not published",
-    "rm": "reward model",
-    "reward": "reward model",
-    "cls": "classification",
+    "rm": "a reward model of LLaMA-Factory's v1, whose keys are not published",
+    "reward": "a reward model of LLaMA-Factory's v1, whose keys are not published",
+    "cls": "a classifier of LLaMA-Factory's v1, whose keys are not published",
 }
 V1_NAMES = {
     "model": "model_name_or_path",
@@ -243,6 +241,8 @@ def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
     for evidence, cause, is_training in (*_methods(tool, settings), *losses):
         raise Refusal.because(source, evidence, cause, is_training)
     key, images = find_images(tool, settings)
+    if images and find_method(tool, settings, source) == "reward":
+        raise Refusal.because(source, f"{key}: {name_model(settings)}", "a reward model of images")
     read = read_recipe(None, ["model_name_or_path=some/name", 'datasets=[{"path": "some/name"}]'])
     for problem in find_problems(read, images=images):
         if not problem.is_note:  # as a run says it
@@ -283,7 +283,7 @@ def _swift(settings: ToolFile) -> Iterator[Unsupported]:
     command = str(settings.get(COMMAND, "rlhf" if "rlhf_type" in settings else "sft"))
     if command == "rlhf":
         kind = str(settings.get("rlhf_type", "dpo"))
-        cause = FACTORY_STAGES.get(kind, f"{kind.upper()} by ms-swift, whose rows are its own")
+        cause = FACTORY_STAGES.get(kind, f"{SWIFT_KINDS.get(kind, kind.upper())} by ms-swift, whose rows are its own")
         yield f"rlhf_type: {kind}", cause, True
     elif command == "pt":
         yield "swift pt", "pretraining by ms-swift, whose rows are conversations of the assistant alone", True
@@ -307,8 +307,9 @@ def _axolotl(settings: ToolFile) -> Iterator[Unsupported]:
     plugins = str(settings.get("plugins", "")).lower()
     if rl and str(rl) not in AXOLOTL_METHODS:
         yield f"rl: {rl}", "online RL", True
-    if "Classification" in str(settings.get("model_type")):
-        yield "model_type: a classifier", "classification", True
+    is_classifier = settings.get("num_labels") or "Classification" in str(settings.get("model_type"))
+    if is_classifier and not settings.get("reward_model"):
+        yield "model_type: a classifier", "a classifier, for which Axolotl has no prompt strategy", True
     for part, cause in (("diffusion", "diffusion"), (".kd.", "distillation")):
         if part in plugins:
             yield f"plugins: {plugins}", cause, True

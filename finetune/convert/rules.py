@@ -78,6 +78,7 @@ LINEAR_LAYERS = {
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
 }
 
+STARTS = ("", "model.", "model.language_model.", "model.text_model.")  # of the names of a model's layers
 STRATEGIES = {"eval_strategy": ("no", "epoch"), "save_strategy": ("no", "epoch", "best")}
 
 LEAVE: Any = object()  # the default here does what they ask for
@@ -133,7 +134,7 @@ def _matching_layers(pattern: str) -> list[str]:
     layers = []
     for layer, block in LINEAR_LAYERS.items():
         dotted = f"layers.0.{block}.{layer}"
-        if any(matcher.fullmatch(start + dotted) for start in ("", "model.", "model.language_model.")):
+        if any(matcher.fullmatch(start + dotted) for start in STARTS):
             layers.append(layer)
     return layers
 

@@ -11,7 +11,7 @@ import yaml
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import ModelFacts, find_linear_layers, read_family_source, read_model_facts, with_recipe_keys
-from finetune.config.families import find_family
+from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.layout import DIVISIONS, Fp8, Sharding
 from finetune.config.module_names import find_expert_layers
 from finetune.config.reader import read_recipe
@@ -28,6 +28,7 @@ SIZES = {
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
     "vocab_size": 1 << 18,
+    "num_hidden_layers": 48,  # which most numbers of stages divide
 }
 # Layers by the names of a Llama's, and what other families call those that compute the same, or fuse them into.
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -37,7 +38,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "down_proj": ("dense_4h_to_h", "fc2", "fc_out", "c_proj"),
 }
 # In transformers' source, but not in the published models, whose queries come out of a latent.
-ABSENT: Mapping[str, tuple[str, ...]] = {"glm4_moe_lite": ("q_proj",)}
+ABSENT: Mapping[str, tuple[str, ...]] = dict.fromkeys(("glm4_moe_lite", "mistral4"), ("q_proj",))
 MOST_CHANGES = 12
 SOME_NAME = "some/name"
 SAME_LOSS = (
@@ -62,6 +63,8 @@ def make_runnable(conversion: Conversion) -> None:
         facts = replace(facts, vision=True)
     if facts is not None and read_family_source(facts.model_type):
         _fit_family(conversion, facts)
+    if conversion.images in IMAGE_FAMILIES:
+        _drop_remote_code(str(conversion.images), conversion)
     fixable = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
     for _ in range(MOST_CHANGES):
         problems = judge(conversion, facts)
@@ -76,13 +79,17 @@ def _fit_family(conversion: Conversion, facts: ModelFacts) -> None:
     """Drops what the code of the family makes needless or does not have, and names its layers."""
     recipe = conversion.recipe
     family = facts.model_type
-    if recipe.pop("trust_remote_code", None):
-        conversion.remarks.append(f"trust_remote_code is dropped: transformers has the code of {family} itself")
+    _drop_remote_code(family, conversion)
     if facts.family.sinks and recipe.get("attn_implementation") == "sdpa":
         del recipe["attn_implementation"]
         reason = f"transformers' {family} has sinks, which it does not compute"
         conversion.remarks.append(f"attn_implementation: sdpa is dropped: {reason}")
     _rename_targets(conversion, facts)
+
+
+def _drop_remote_code(family: str, conversion: Conversion) -> None:
+    if conversion.recipe.pop("trust_remote_code", None):
+        conversion.remarks.append(f"trust_remote_code is dropped: transformers has the code of {family} itself")
 
 
 def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:

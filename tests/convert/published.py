@@ -4,17 +4,18 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from finetune.config.families import find_family
 from finetune.config.methods import METHODS
 from finetune.config.reader import shipped_folder
 from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import guess_family
+from finetune.convert.model_names import guess_family, is_mixture
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
@@ -24,6 +25,7 @@ from tests.ranks import ROOT, launch_ranks
 from tests.vision import PROCESSORS, add_processor, draw_image, make_vision_model
 
 ROWS = 12
+MORE_TOKENS = 8  # that files name beside those of TURNS
 # What needs a GPU, a compiler that takes minutes, more than one process or the network.
 HERE: dict[str, Any] = {
     "max_steps": 2,
@@ -80,17 +82,34 @@ SMALL: dict[str, dict[str, Any]] = {  # sizes of families that others of their o
         "num_dense_layers": 1,
     },
     "granitemoehybrid": MIXTURE | {"mamba_n_heads": 6, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]},
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
 }
 SWEPT = (
+    "afmoe",
+    "bailing_hybrid",
+    "beam",
+    "cohere2_moe",
     "dbrx",
+    "dots1",
+    "ernie4_5_moe",
+    "flex_olmo",
     "glm_moe_dsa",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
     "jamba",
+    "kimi_linear",
     "llama4_text",
     "mimo_v2_flash",
     "minimax_m2",
     "nemotron_h",
+    "phimoe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "qwen4_exp_text",
+    "solar_open",
 )  # small as in the sweep
 UNREADABLE = (
     "gradient_accumulation_steps",
@@ -130,16 +149,18 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     """The recipe of a converted file, its model, rows and Accelerate file replaced by small ones of the same kind, in fp32."""
     place = into / file.parent.name / file.stem
     place.mkdir(parents=True)
+    name = str(found.recipe["model_name_or_path"])
     recipe = {key: value for key, value in found.recipe.items() if key not in UNREADABLE} | HERE
     recipe |= {
-        "model_name_or_path": str(make_tiny(str(recipe["model_name_or_path"]), into, found.images)),
+        "model_name_or_path": str(make_tiny(name, into, found.images, recipe.get("eot_tokens") or [])),
         "output_dir": str(place / "run"),
     }
     recipe.pop("tokenizer_name_or_path", None)
     if recipe.get("teacher_model_name_or_path"):
         recipe["teacher_model_name_or_path"] = recipe["model_name_or_path"]
     if str(recipe.get("attn_implementation")).startswith("fl"):
-        recipe["attn_implementation"] = "auto" if recipe.get("packing", True) else "sdpa"
+        without_sdpa = find_family(guess_family(name) or "").caps_scores
+        recipe["attn_implementation"] = "auto" if recipe.get("packing", True) or without_sdpa else "sdpa"
     if recipe.get("adapter_name_or_path"):
         del recipe["adapter_name_or_path"]
     if recipe.get("optim_in_backward"):
@@ -166,21 +187,39 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     return Trial(file, found, path)
 
 
-def make_tiny(name: str, into: Path, images: str | None = None) -> Path:
-    """A model of two layers with random weights, of the family that `name` says, and a tokenizer of bytes with its turns."""
-    if images in PROCESSORS:
-        whole = into / "models" / images
-        return whole if whole.exists() else add_processor(make_vision_model(whole, images), images)
+def make_tiny(name: str, into: Path, images: str | None = None, ends: Sequence[str] = ()) -> Path:
+    """A model of two layers with random weights, of the family that `name` says, and a tokenizer of bytes with its turns.
+
+    `ends`: tokens at the ends of turns, which the published tokenizer has.
+    """
     family, tokenizer = guess_family(name) or "llama", make_tokenizer()
+    if images in PROCESSORS or family == "mistral4":  # whose only class has a tower
+        kind = "mistral4" if family == "mistral4" else str(images)
+        whole = into / "models" / kind
+        whole = whole if whole.exists() else add_processor(make_vision_model(whole, kind), kind)
+        return add_ends(whole, ends)
     turns = [token for pattern, tokens in TURNS.items() if re.search(pattern, name.lower()) for token in tokens]
-    folder = into / "models" / f"{family}{len(turns)}"
+    folder = into / "models" / f"{family}{len(turns)}{'-mixture' * is_mixture(name)}"
     if not folder.exists():
         tokenizer.add_special_tokens({"additional_special_tokens": turns})
-        sizes = {"vocab_size": len(tokenizer), "initializer_range": 0.02}
-        sizes |= {"vocab_size_per_layer_input": len(tokenizer)} if family == "gemma4_text" else {}
+        rows = len(tokenizer) + MORE_TOKENS
+        sizes = {"vocab_size": rows, "initializer_range": 0.02}
+        sizes |= {"vocab_size_per_layer_input": rows} if family == "gemma4_text" else {}
         sizes |= SMALL.get(family, {})
+        if family == "gemma4_text" and is_mixture(name):
+            sizes |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
         model = build_swept(family, **sizes) if family in SWEPT else build(family, **sizes)
         model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return add_ends(folder, ends)
+
+
+def add_ends(folder: Path, ends: Sequence[str]) -> Path:
+    """Names tokens that are not in the tokenizer; the embeddings have rows for some more."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.add_special_tokens({"additional_special_tokens": list(ends)}, replace_extra_special_tokens=False):
         tokenizer.save_pretrained(folder)
     return folder
 
@@ -231,7 +270,7 @@ def make_row(entry: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]
     question, answer = f"What is {number} and one?", f"It is {number + 1}."
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     is_text = entry.get("type") == "messages"
-    if kind == "pairs":
+    if kind in ("pairs", "scored_pairs"):
         worse = "No idea." if is_text else [{"role": "assistant", "content": "No idea."}]
         better = answer if is_text else chat[1:]
         return {

@@ -65,7 +65,7 @@ def test_what_stands_on_the_command_line_prevails(tmp_path: Path) -> None:
     assert convert(f"axolotl train {tmp_path / 'axolotl.yaml'} --learning-rate 3e-4").recipe["learning_rate"] == 3e-4
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "orpo"])
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "reward"])
 def test_trl_names_the_method_on_its_command_line(method: str) -> None:
     found = convert(f"trl {method} --model_name_or_path org/model --dataset_name org/rows")
     assert found.recipe["method"] == method and "does not say which trainer" not in str(found.remarks)
@@ -74,13 +74,14 @@ def test_trl_names_the_method_on_its_command_line(method: str) -> None:
 @pytest.mark.parametrize(
     ("command", "cause"),
     [
-        ("trl reward --model_name_or_path a/b --dataset_name c/d", "reward model"),
+        ("trl prm --model_name_or_path a/b --dataset_name c/d", "another trainer of TRL's"),
         ("swift rlhf --rlhf_type grpo --model a/b --dataset c/d", "GRPO by ms-swift"),
         ("swift rlhf --rlhf_type rm --model a/b --dataset c/d", "reward model"),
         ("swift pt --model a/b --dataset c/d", "pretraining by ms-swift"),
         ("swift infer --adapters a/b", "infer, not a training recipe"),
         ("swift sft --model Qwen/Qwen2-VL-7B-Instruct --dataset c/d", "images by ms-swift"),
         ("swift sft --model a/b --dataset c/d --task_type embedding", "embedding"),
+        ("swift sft --model a/b --dataset c/d --num_labels 3", "a classifier by ms-swift"),
         ("swift sft --model a/b --dataset c/d --tuner_type adalora", "ADALORA"),
         ("swift sft --model $MODEL --dataset c/d", "only the shell knows"),
         ("swift sft --model 'a/b --dataset c/d", "close the quotes"),

@@ -800,7 +800,9 @@ def test_references_are_resolved(converted: Convert) -> None:
     ("theirs", "cause"),
     [
         (AXOLOTL + "rl: grpo\n", "rl: grpo: online RL"),
-        (AXOLOTL + "reward_model: true\n", "reward model"),
+        (AXOLOTL + "process_reward_model: true\n", "a reward for each step of an answer"),
+        (AXOLOTL + "num_labels: 3\n", "a classifier, for which Axolotl has no prompt strategy"),
+        (AXOLOTL + "reward_model: true\nprocessor_type: AutoProcessor\n", "a reward model of images"),
         (
             AXOLOTL + "processor_type: AutoProcessor\n",
             "processor_type: NousResearch/Meta-Llama-3.1-8B: rows hold images, and training on images is not supported for llama;",
@@ -1192,7 +1194,7 @@ def test_the_method_of_a_v1_file_stands_on_its_command_line(converted: Convert, 
     assert "the command names the method of such a file" in converted(V1)[1]
     assert "train_dataset" in refused(V1.replace("data/rows", "data/v1_dpo_demo"), tmp_path)
     assert "output_dir" in refused(V1 + "output_dir: outputs/test_rm\n", tmp_path)
-    assert "classification" in refused(V1 + "model_class: cls\n", tmp_path)
+    assert "a classifier" in refused(V1 + "model_class: cls\n", tmp_path)
     (tmp_path / "train_full_dpo.yaml").write_text(V1)
     with pytest.raises(UserError, match="the file's name"):
         convert_file(tmp_path / "train_full_dpo.yaml")

@@ -77,7 +77,6 @@ def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path
         (AXOLOTL + "rl: grpo\n", "online RL"),
         (AXOLOTL + "rl: dpo\ndpo_loss_type: [nca_pair]\n", "another loss (NCA_PAIR)"),
         (FACTORY + "stage: dpo\npref_loss: kto_pair\n", "another loss (KTO_PAIR)"),
-        (FACTORY + "stage: rm\n", "reward model"),
         (FACTORY + "stage: ppo\n", "online RL"),
         (TORCHTUNE + "loss: {_component_: torchtune.rlhf.loss.RSOLoss}\ndataset: {_component_: a}\n", "another loss (RSO)"),
         (TORCHTUNE + "loss: {_component_: torchtune.rlhf.loss.PPOLoss}\nppo_epochs: 2\ndataset: {_component_: a}\n", "online RL"),
@@ -171,3 +170,38 @@ def test_columns_of_factorys_dataset_info(tmp_path: Path) -> None:
         stage = "dpo" if "ranking" in entry else "kto"
         found = convert(FACTORY + f"stage: {stage}\n", tmp_path)
         assert found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
+
+
+REWARD_AXOLOTL = AXOLOTL + "reward_model: true\nchat_template: llama3\n" + AXOLOTL_DATA % "bradley_terry.chat_template"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        (TRL + "center_rewards_coefficient: 0.01\n", "a.yaml", {"learning_rate": 1e-4, "max_length": 1024}),
+        (TRL + "use_peft: true\nlora_dropout: 0.1\n", "reward.yaml", {"lora_dropout": 0.0}),
+        (FACTORY + "stage: rm\nlearning_rate: 1e-5\npref_beta: 0.2\n", "a.yaml", {"learning_rate": 1e-5}),
+        (REWARD_AXOLOTL + "center_rewards_coefficient: 0.01\n", "a.yaml", {"center_rewards_coefficient": 0.01}),
+        (REWARD_AXOLOTL, "a.yaml", {"datasets": [{"path": "a/pairs", "prompt_column": "input", "type": "messages"}]}),
+    ],
+)
+def test_reward_models(text: str, name: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    found = convert(text, tmp_path, name)
+    assert found.recipe["method"] == "reward" and not found.missing_capabilities
+    assert {key: found.recipe[key] for key in expected} == expected
+    assert (
+        not {"beta", "assistant_only_loss"} & found.recipe.keys() and found.recipe.get("overlength", "drop") == "drop"
+    )
+
+
+def test_what_a_reward_model_does_otherwise_is_said(tmp_path: Path) -> None:
+    """LoRA of TRL trains no head under CAUSAL_LM (peft's modules_to_save), LLaMA-Factory's head is TRL's value head."""
+    adapters = TRL + "center_rewards_coefficient: 0.01\nuse_peft: true\n"
+    assert "is drawn with" in str(convert(adapters, tmp_path).differences)
+    for key in ("lora_task_type: SEQ_CLS\n", "lora_modules_to_save: [score]\n"):
+        assert not convert(adapters + key, tmp_path).differences
+    assert not convert(TRL + "center_rewards_coefficient: 0.01\n", tmp_path).differences
+    assert "v_head" in str(convert(FACTORY + "stage: rm\n", tmp_path).differences)
+    by_name = convert(TRL, tmp_path, "reward.yaml")
+    assert "the name of the file says so" in str(by_name.remarks)
+    assert convert(TRL, tmp_path, "rewarding.yaml").recipe.get("method", "sft") == "sft"

@@ -5,8 +5,10 @@ TEMPLATE_TOOLS names a folder with both installed; else pip installs them for th
 """
 
 import copy
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,14 +19,15 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from finetune.config.schema import DatasetSource
+from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import OTHER_TURNS, SPACE_TRAINED, TEMPLATES, TOKENIZERS, TURN_ENDS
+from finetune.convert.model_names import EMPTY_SYSTEM, OTHER_TURNS, SPACE_TRAINED, TEMPLATES, TOKENIZERS, TURN_ENDS
 from finetune.convert.rules import Conversion
 from finetune.data.formats import parse_row
 from finetune.data.render import render_turns
-from finetune.data.tokenize import tokenize
+from finetune.data.sources import RowBatch
+from finetune.data.tokenize import SourceStats, tokenize, tokenize_rows
 from finetune.data.tokenizer import make_encoder, make_renderer, read_template
 from tests.convert import tool_rendering
 from tests.convert.test_axolotl_ids import VOCABULARIES, load, make_ours
@@ -323,6 +326,48 @@ def test_a_template_of_axolotls_trains_its_tokens_or_convert_says_which_more(
     has_own_space = vocabulary.startswith("models")
     expected = {end} if says_end and end != tokenizer.eos_token else set()
     assert more == expected | ({""} if says_space and has_own_space else set())
+
+
+def score_ours(found: Conversion, row: dict[str, Any], tokenizer: Any) -> list[list[int]]:
+    """The ids of a pair's two texts, whose last tokens a reward model scores."""
+    tokenizer.chat_template = read_template(found.recipe["chat_template"])
+    source = DatasetSource(**found.recipe["datasets"][0])
+    batch = RowBatch("rows.jsonl", (0,), (row,))
+    data = Data(datasets=(source,), dataset_num_proc=1)
+    (pair,) = tokenize_rows([(source, batch)], data, tokenizer, SourceStats(), kind="scored_pairs")
+    ends = (0, *itertools.accumulate(pair.lengths.tolist()))
+    return [pair.input_ids[start:end].tolist() for start, end in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize("name", [name for name in AXOLOTLS if name not in ("gemma", "mistral_v1")])
+def test_a_reward_model_of_axolotls_scores_its_ids_or_convert_says_what_differs(
+    axolotls: Path, shared: Path, tmp_path: Path, name: str
+) -> None:
+    sys.path.append(str(axolotls.parents[3]))
+    from axolotl.prompt_strategies.bradley_terry.chat_template import BTChatTemplateStrategy
+    from axolotl.prompt_strategies.chat_template import ChatTemplatePrompter
+
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS, "<turn|>", *EOS_OF_AXOLOTL.values()]})
+    tokenizer.eos_token = EOS_OF_AXOLOTL.get(name, tokenizer.eos_token)
+    rows = {"path": "rows.jsonl", "type": "bradley_terry.chat_template"}
+    file = {"base_model": "org/model", "reward_model": True, "chat_template": name, "datasets": [rows]}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    found = convert_file(tmp_path / "theirs.yaml")
+    said = "\n".join(found.differences)
+    fields = {"role": "role", "content": "content"}
+    text = (axolotls / f"{name}.jinja").read_text()
+    prompter = ChatTemplatePrompter(tokenizer, chat_template=text, message_property_mappings=fields, max_length=4096)
+    strategy = BTChatTemplateStrategy(prompter, tokenizer, train_on_inputs=False, sequence_len=4096, roles_to_train=[])
+    for system in ("Be brief.", ""):
+        row = {"system": system, "input": "What is 1+1?", "chosen": "It is 2.", "rejected": "Three"}
+        made = strategy._tokenize_single_prompt(dict(row))
+        theirs = [made["chosen_ids"], made["rejected_ids"]]
+        is_same = score_ours(found, row, copy.deepcopy(tokenizer)) == theirs
+        if system and name not in ("mistral_v7_tekken", "phi_4"):  # of which a line is about rows without one
+            assert is_same != bool(re.search(r"^chat_template", said, re.MULTILINE))
+        elif not system:
+            assert EMPTY_SYSTEM in said and is_same == (name == "deepseek_v3")  # whose template writes no role
 
 
 @pytest.mark.parametrize("trains_prompt", [False, True])

@@ -48,6 +48,7 @@ STEPS = 3
 PACKED = (
     *("qwen2_5_vl", "gemma3", "internvl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"),
     *("llava", "llava_next", "pixtral", "mistral3", "smolvlm", "qwen3_5", "qwen3_5_moe", "gemma4", "idefics3"),
+    "mistral4",  # the class of mistral3
 )
 # (family, layout, ranks); "-few": most rows have no image
 WANTED = [
