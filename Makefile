@@ -3,7 +3,7 @@ PYTHON ?= python3
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-slow test-gpu test-lowest test-newest test-wheel check format clean
+.PHONY: quickstart test test-slow test-gpu test-lowest test-newest test-wheel site check format clean
 
 quickstart: .venv/packages
 	finetune launch --config fsdp_full_shard.yaml
@@ -46,6 +46,12 @@ test-wheel:
 	.venv-wheel/bin/python -m pip install --quiet .venv-wheel/dist/finetune_exact-*.whl
 	.venv-wheel/bin/python tests/try_wheel.py .venv-wheel/bin/finetune
 
+# The documentation site, in build/site; a warning is an error. mkdocs itself advertises its successor above all else.
+site:
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet $$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['docs'])")
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict
+
 check: .venv/installed
 	ruff check .
 	ruff format --check .
@@ -69,4 +75,4 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest .venv-newest .venv-wheel runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-newest .venv-wheel .venv-site runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
