@@ -29,13 +29,15 @@ test-lowest:
 	  tests/test_quickstart.py tests/training/test_same_losses.py tests/checkpoint/test_resume.py tests/export/test_lora_merge.py \
 	  tests/training/test_experts.py tests/training/test_published_bases.py tests/models/test_layers.py
 
-# The newest versions on the index that pyproject.toml admits, without constraints.txt, and the quick suite. NEWEST names
-# others: NEWEST="torch==2.13.0 transformers accelerate peft datasets".
-NEWEST ?= torch transformers accelerate peft datasets
+# The newest versions on the index that pyproject.toml admits, without constraints.txt, and the quick suite; of torch the
+# newest that has a CPU build at hand. NEWEST_TORCH=torch takes the index's own, whose build for CUDA is 3 GB with its libraries.
+NEWEST_TORCH ?= torch==2.13.0
+NEWEST ?= $(NEWEST_TORCH) transformers accelerate peft datasets
 test-newest:
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --editable ".[dev]" $(NEWEST) --upgrade --upgrade-strategy eager
+	.venv-newest/bin/python -m pip list | grep -E "^(torch|transformers|accelerate|peft|datasets) "
 	PATH=$(CURDIR)/.venv-newest/bin:$$PATH python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The wheel as its users have it: installed into a new environment, and tried from another folder.

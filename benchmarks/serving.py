@@ -27,8 +27,8 @@ PROMPTS = 20
 START, END = "<!-- made by benchmarks/serving.py -->\n", "<!-- end -->"
 # What an error of vLLM says -> its cause.
 CAUSES = {
-    "received ['model.layers.0.mlp.gat": "vLLM's GLM-4 knows adapters of gate_proj and up_proj alone, and the model has "
-    "one gate_up_proj",
+    "received ['model.layers.0.mlp.gat": "vLLM's GLM-4 knows adapters of gate_proj and up_proj alone; the model "
+    "has one gate_up_proj",
     "CPU GDN attention requires BF16": "vLLM's kernel for linear attention on a CPU computes in bf16 alone",
     "'function' object is not subscriptable": "vLLM drafts beside linear attention by Triton kernels, which need a GPU",
 }
