@@ -28,7 +28,7 @@ CONTEXT = 4096  # positions that a server is started with, where the model has a
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Keys of an adapter that vLLM does not load, unless they hold one of these.
 UNLOADED = ("modules_to_save", "use_dora", "bias", "lora_bias")
-ABSENT = (None, False, [], "none")
+ABSENT: tuple[Any, ...] = (None, False, [], "none")
 # What peft calls the two parameters of a mixture's experts; vLLM loads both or neither.
 EXPERT_PARAMETERS = {"gate_up_proj", "down_proj"}
 
