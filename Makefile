@@ -3,7 +3,7 @@ PYTHON ?= python3
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-slow test-gpu test-lowest test-newest test-wheel check format clean
+.PHONY: quickstart test test-slow test-gpu test-lowest test-newest test-wheel site check format clean
 
 quickstart: .venv/packages
 	finetune launch --config fsdp_full_shard.yaml
@@ -29,13 +29,15 @@ test-lowest:
 	  tests/test_quickstart.py tests/training/test_same_losses.py tests/checkpoint/test_resume.py tests/export/test_lora_merge.py \
 	  tests/training/test_experts.py tests/training/test_published_bases.py tests/models/test_layers.py
 
-# The newest versions on the index that pyproject.toml admits, without constraints.txt, and the quick suite. NEWEST names
-# others: NEWEST="torch==2.13.0 transformers accelerate peft datasets".
-NEWEST ?= torch transformers accelerate peft datasets
+# The newest versions on the index that pyproject.toml admits, without constraints.txt, and the quick suite; of torch the
+# newest that has a CPU build at hand. NEWEST_TORCH=torch takes the index's own, whose build for CUDA is 3 GB with its libraries.
+NEWEST_TORCH ?= torch==2.13.0
+NEWEST ?= $(NEWEST_TORCH) transformers accelerate peft datasets
 test-newest:
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --editable ".[dev]" $(NEWEST) --upgrade --upgrade-strategy eager
+	.venv-newest/bin/python -m pip list | grep -E "^(torch|transformers|accelerate|peft|datasets) "
 	PATH=$(CURDIR)/.venv-newest/bin:$$PATH python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The wheel as its users have it: installed into a new environment, and tried from another folder.
@@ -45,6 +47,12 @@ test-wheel:
 	.venv-wheel/bin/python -m pip wheel --quiet --no-deps --wheel-dir .venv-wheel/dist .
 	.venv-wheel/bin/python -m pip install --quiet .venv-wheel/dist/finetune_exact-*.whl
 	.venv-wheel/bin/python tests/try_wheel.py .venv-wheel/bin/finetune
+
+# The documentation site, in build/site; a warning is an error. mkdocs itself advertises its successor above all else.
+site:
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet $$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['docs'])")
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict
 
 check: .venv/installed
 	ruff check .
@@ -69,4 +77,4 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest .venv-newest .venv-wheel runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-newest .venv-wheel .venv-site runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

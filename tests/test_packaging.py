@@ -150,7 +150,7 @@ def test_workflows_are_read_and_call_parts_that_there_are() -> None:
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     assert pythons == {each.rpartition(" ")[2] for each in classifiers if re.search(r":: 3\.\d+$", each)}
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert {f"test-{part}" for part in called - {"pinned"}} | {"check", "test"} <= {*targets}
+    assert {f"test-{part}" for part in called - {"pinned", "site"}} | {"check", "test", "site"} <= {*targets}
 
 
 def test_nothing_advises_a_package_of_another_project() -> None:

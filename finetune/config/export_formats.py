@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.quantization import EXPORTED, SCHEMES
+from finetune.config.served import CONTEXT, list_server_options, serve_model
 from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
-from finetune.files.json_files import read_json_object
 
-CONTEXT = 4096  # tokens that a server is started for
 SAFETENSORS = "safetensors"
 COMPRESSED = "compressed-tensors"
 # Of GGUF: those that are written here, and those that llama.cpp makes.
@@ -118,19 +117,7 @@ def _start_vllm(folder: Path, file: Path | None, port: int) -> list[str]:
         raise UserError("--server vllm: not installed; pip install vllm, or name a running server by its URL")
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(f"{folder}: vLLM serves exports and adapters; make one with finetune export")
-    return ["vllm", "serve", str(folder), *list_vllm_options(folder, port)]
-
-
-def list_vllm_options(described: Path, port: int) -> list[str]:
-    """Options of `vllm serve`: the dtype of the files, and no more room than the model has positions.
-
-    described: The folder with the model's config.json, where it is on this machine.
-    """
-    config = read_json_object(described / CONFIG_FILE) if described.is_dir() else {}
-    text = config.get("text_config") or config
-    room = min(CONTEXT, text.get("max_position_embeddings") or CONTEXT)
-    dtype = str(config.get("dtype") or text.get("dtype") or "auto")  # by itself vLLM serves float32 in half of it
-    return ["--port", str(port), "--max-model-len", str(room), "--dtype", dtype]
+    return [*serve_model(folder), *list_server_options(folder, port)]
 
 
 def _check_compressed(keys: Mapping[str, Any], is_model: bool) -> None:

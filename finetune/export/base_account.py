@@ -60,6 +60,7 @@ def account_for_base(source: Source, target: TargetModel, formats: Collection[st
     """Finds what an export of `source` carries over from its base, and what it leaves out. Reads no value, but those of
     which a checkpoint has a fingerprint."""
     account, reason = _open_base(source, target)
+    target = account.target or target
     rows = [EXPORT_FORMATS[name] for name in formats]
     if account.carried and not any(row.holds_base for row in rows):
         account = _leave_out(account, f"as {rows[0].title} has no place for it")
@@ -144,12 +145,13 @@ def _account(
 ) -> BaseAccount:
     """For each tensor of the base's files the tensors of the export that hold its values."""
     own = take_language_model(stored) if drop_vision else stored
+    boxes = boxes_of_parameters(target.model, {name: tensor.shape for name, tensor in own.items()}, where)
+    target = _name_tower_as_published(target, boxes)
     holders: dict[str, set[str]] = {}
     for name, box in target.files.items():
         for part in box.parts:
             holders.setdefault(part.name, set()).add(name)
     files_of = {tensor.name: frozenset[str]() for tensor in stored.values()}
-    boxes = boxes_of_parameters(target.model, {name: tensor.shape for name, tensor in own.items()}, where)
     for parameter, box in boxes.items():
         first = target.tied.get(parameter, parameter)
         for part in box.parts:
@@ -157,9 +159,25 @@ def _account(
     files_of |= {tensor.name: frozenset({name}) for name, tensor in carried.items()}
     left_out = sorted(name for name, its in files_of.items() if not its) if drop_vision else []
     reasons = dict.fromkeys(list_patterns(left_out), "as drop_vision asks")
-    account = BaseAccount(where, files_of, carried, quantized, reasons)
+    account = BaseAccount(where, files_of, carried, quantized, reasons, target=target)
     other_rows = _find_other_rows(target, boxes, carried)
     return account if other_rows is None else _leave_out(account, other_rows)
+
+
+def _name_tower_as_published(target: TargetModel, boxes: Mapping[str, Box]) -> TargetModel:
+    """`target` with the names of the base's files for the tensors of a tower, which is never trained.
+
+    transformers may write others since the base was published (5.23 does for Gemma 3), which servers do not know.
+
+    boxes: For each parameter the tensors of the base's files that it is made of.
+    """
+    files = {}
+    for name, box in target.files.items():
+        parameter = box.parts[0].name
+        origin = boxes.get(parameter)
+        is_same = origin is not None and len(box.parts) == len(origin.parts) == 1 and box.shape == origin.shape
+        files[origin.parts[0].name if origin and is_same and parameter in target.beside else name] = box
+    return replace(target, files=files)
 
 
 def _is_the_trained_one(source: Source, base: Path, carried: Mapping[str, StoredTensor]) -> bool:

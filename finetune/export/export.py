@@ -11,6 +11,7 @@ import torch
 
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, list_keys
 from finetune.config.families import find_family
+from finetune.config.served import list_kinds_of_adapter, list_kinds_of_model, serve_adapter, serve_model, was_served
 from finetune.constants import ADAPTER, EXPORT
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError
@@ -165,17 +166,19 @@ def _find_commands(
     for row in rows:
         files = sorted(output.glob(f"*{row.suffix}")) if row.suffix is not None else []
         of_files |= row.use(files[0], not weights.model) if files else {}
+    config = target.config_json
+    model_type = str(config.get("model_type"))
     if not weights.model:
-        is_peft = SAFETENSORS in options.formats and source.adapter is not None
-        of_folder = use_adapter(output, source.base_model, source.adapter.config) if is_peft and source.adapter else {}
-        return of_folder | of_files
+        if source.adapter is None or SAFETENSORS not in options.formats:
+            return of_files
+        return use_adapter(output, source.base_model, source.adapter.config, model_type) | of_files
     commands = dict[str, str]()
     opened = [name for name in options.formats if EXPORT_FORMATS[name].is_folder]
     if opened:
         is_beside = SAFETENSORS not in opened and not is_alone(opened[0], options)
         folder = output / opened[0] if is_beside else output
-        config = target.config_json
-        family = find_family(str(config.get("model_type")))
+        family = find_family(model_type)
+        kinds = list_kinds_of_model(config, bool(source.recipe.get("added_tokens")))
         rope = config.get("rope_parameters") or {}
         if has_scores(target.model):
             return {"transformers": _score_by_pipeline(folder)}
@@ -185,6 +188,7 @@ def _find_commands(
             folder,
             has_template=has_chat_template(source.description),
             is_vision_language=bool(target.beside),
+            is_served=SAFETENSORS in opened and was_served(model_type, kinds),
             opens_in_mlx=SAFETENSORS in opened
             and family.opens_in_mlx
             and not {"attention_factor", "long_factor"} & rope.keys(),
@@ -234,8 +238,6 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# What vLLM takes as --max-lora-rank.
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 QUESTION = "What can you do?"
 
 
@@ -252,9 +254,9 @@ def _embed_by_library(folder: Path) -> str:
 
 
 def use_model(
-    folder: Path, *, has_template: bool, is_vision_language: bool, opens_in_mlx: bool = False
+    folder: Path, *, has_template: bool, is_vision_language: bool, is_served: bool, opens_in_mlx: bool
 ) -> dict[str, str]:
-    """The commands that use a Hugging Face folder, by the program."""
+    """The commands that use a Hugging Face folder, by the program. is_served: whether vLLM was seen to."""
     asked = f"[dict(role='user', content='{QUESTION}')]" if has_template else f"'{QUESTION}'"
     answer = "[0]['generated_text'][-1]['content']" if has_template else "[0]['generated_text']"
     code = f"from transformers import pipeline; print(pipeline('text-generation', {str(folder)!r})({asked}){answer})"
@@ -263,23 +265,20 @@ def use_model(
     if is_vision_language:  # another pipeline, which an image's message fits better than a line of a shell
         chat = ["finetune", "chat", str(folder), "--image", "IMAGE", "--prompt", "What is this?"]
         commands = {"finetune": shlex.join(chat)}
-    commands |= {"vLLM": f"vllm serve {shlex.quote(str(folder))}"}
+    if is_served:
+        commands["vLLM"] = shlex.join(serve_model(folder))
     if opens_in_mlx and not is_vision_language:
         commands["MLX"] = shlex.join(["mlx_lm.generate", "--model", str(folder), "--prompt", QUESTION])
     return commands
 
 
-def use_adapter(folder: Path, base: str | None, config: Mapping[str, Any]) -> dict[str, str]:
-    """The commands that use a PEFT folder on its base; none for vLLM where it cannot serve the adapter."""
+def use_adapter(folder: Path, base: str | None, config: Mapping[str, Any], family: str) -> dict[str, str]:
+    """The commands that use a PEFT folder on its base, of the model_type `family`; vLLM's where it was seen to work."""
     commands = {"finetune": f"finetune chat {shlex.quote(str(folder))}"}
-    ranks = [config.get("r", 0), *(config.get("rank_pattern") or {}).values()]
-    rank = next((each for each in VLLM_RANKS if each >= max(ranks)), None)
-    unserved = ("modules_to_save", "use_dora", "target_parameters", "bias")
-    if base is None or rank is None or any(config.get(key) not in (None, False, [], "none") for key in unserved):
-        return commands
-    named = f"{folder.name}={folder}"
-    serve = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", named]
-    return commands | {"vLLM": shlex.join(serve)}
+    serve = serve_adapter(folder, base, config)
+    if serve is not None and was_served(family, list_kinds_of_adapter(config)):
+        commands["vLLM"] = shlex.join(serve)
+    return commands
 
 
 def describe_use(commands: Mapping[str, str]) -> list[str]:

@@ -6,7 +6,6 @@ The server is started or running already, and is asked through the OpenAI protoc
 import argparse
 import json
 import math
-import shlex
 import socket
 import subprocess
 import time
@@ -20,12 +19,12 @@ from typing import Any
 
 import torch
 
-from finetune.config.export_formats import EXPORT_FORMATS, list_vllm_options
+from finetune.config.export_formats import EXPORT_FORMATS
+from finetune.config.served import list_server_options, serve_adapter
 from finetune.config.yaml_file import find_yaml
 from finetune.constants import ADAPTER_CONFIG
 from finetune.data.formats import Conversation
 from finetune.errors import UserError
-from finetune.export.export import use_adapter
 from finetune.files.json_files import read_json_object
 from finetune.files.network import send
 from finetune.inference.conversation import encode_prompt, end_ids
@@ -123,12 +122,12 @@ def open_server(
 
 
 def _serve_adapter(reference: ModelReference, port: int) -> list[str]:
-    """The command of the last screen for an adapter, in the dtype of its base's files."""
+    """The command that serves an adapter, in the dtype of its base's files."""
     folder = Path(reference.name)
-    commands = use_adapter(folder, reference.base, read_json_object(folder / ADAPTER_CONFIG))
-    if "vLLM" not in commands:
+    command = serve_adapter(folder, reference.base, read_json_object(folder / ADAPTER_CONFIG))
+    if command is None:
         raise UserError(f"{folder}: vLLM serves no such adapter; export the merged model, and check that")
-    return [*shlex.split(commands["vLLM"]), *list_vllm_options(Path(str(reference.base)), port)]
+    return [*command, *list_server_options(Path(str(reference.base)), port)]
 
 
 # By the name of the server: the format that it is started with.

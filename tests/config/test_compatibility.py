@@ -187,7 +187,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([], FSDP2, 2, LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "has linear_attention layers, in which packed"),
     ([], FSDP2, 2, LLAMA | {"model_type": "bloom"}, None, "M: bloom computes attention in its own code and cannot be trained on packed "
      "documents; set packing: false and remove attn_implementation"),
-    (["packing=false", "attn_implementation=sdpa"], FSDP2, 2, LLAMA | {"model_type": "gptj"}, None, "gptj computes attention in its own"),
+    (["packing=false", "attn_implementation=sdpa"], FSDP2, 2, LLAMA | {"model_type": "gpt_neo"}, None, "gpt_neo computes attention in its own"),
     (["attn_implementation=flash_attention_2"], FSDP2, 2, LLAMA | {"model_type": "gptj"}, None, "gptj computes attention in its own"),
     ([], SP, 2, LLAMA | {"model_type": "qwen3_next"}, None, "cp_size, sp_size: not supported for qwen3_next"),
     ([], SP, 2, LLAMA | {"model_type": "gptj"}, None, "cp_size, sp_size: not supported for gptj"),

@@ -1,7 +1,7 @@
 """`finetune serve-check`: against llama.cpp's own server (slow), and against a stand-in for what a server can say wrongly.
 
-The real server needs `pip install -e ".[llama-cpp]" "llama-cpp-python[server]"`. vLLM and Ollama are not at hand: the
-stand-in speaks the same protocol, and is a mock.
+llama.cpp's server needs `pip install -e ".[llama-cpp]" "llama-cpp-python[server]"`, vLLM's `FINETUNE_VLLM` (slow, both). Ollama is
+not at hand: the stand-in speaks the same protocol, and is a mock.
 """
 
 import json

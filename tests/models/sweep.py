@@ -13,6 +13,7 @@ document at a time.
 
 import contextlib
 import io
+import re
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.layout import Sharding
@@ -37,6 +39,7 @@ from finetune.models.load import auto_class_of, load_model
 from finetune.models.probe import check_training_forward
 from tests import vision
 from tests.models.families import DELTA, EVERY, VOCABULARY, documents, packed, padded, plain_loss
+from tests.ranks import ROOT
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 HEAD = ["| `model_type` | `packing: true` | `packing: false` |", "|---|---|---|"]
@@ -203,6 +206,15 @@ def image_classes() -> list[tuple[str, str]]:
     return pairs
 
 
+def is_newer() -> bool:
+    """Whether transformers is newer than the one of constraints.txt, which the pages are about."""
+    import transformers
+
+    pinned = re.search(r"^transformers==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    return Version(transformers.__version__) > Version(pinned[1])
+
+
 def small_config(family: str) -> Any:
     """The config of a class with small sizes: of a causal model `tiny_config`, of others that of tests/vision.py if it has one."""
     from transformers import CONFIG_MAPPING, AutoConfig
@@ -244,6 +256,8 @@ def shrink(section: dict[str, Any]) -> dict[str, Any]:
             small[key] = value[: SIZES["num_hidden_layers"]]
         elif key in SIZES and key != "head_dim" and isinstance(value, int) and value:
             small[key] = SIZES[key]
+        elif key == "rope_parameters" and "mrope_section" in (value or {}) and "qk_rope_head_dim" in section:
+            small[key] = value | {"mrope_section": [SIZES["qk_rope_head_dim"] // 2 - 2, 1, 1]}
         else:
             small[key] = value
     return small

@@ -1,0 +1,131 @@
+"""vLLM: the commands that start it, and what it was seen to serve as transformers computes it. Imports no torch.
+
+served.json is written by benchmarks/serving.py: for each family and kind of export the largest difference between the
+two in nats, or the cause why there is none. docs/export.md shows the same.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from finetune.config.multi_token import count_predicting_layers
+from finetune.constants import CONFIG_FILE
+from finetune.files.json_files import read_json_object
+
+SERVED_FILE = Path(__file__).with_name("served.json")
+KINDS = {
+    "merged": "merged export",
+    "adapter": "adapter",
+    "experts": "adapter on experts",
+    "added": "added tokens",
+    "mtp": "multi-token prediction kept",
+}
+CLOSE = 1e-4  # nats, of one token in fp32
+CONTEXT = 4096  # positions that a server is started with, where the model has as many
+# What vLLM takes as --max-lora-rank.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# Keys of an adapter that vLLM does not load, unless they hold one of these.
+UNLOADED = ("modules_to_save", "use_dora", "bias", "lora_bias")
+ABSENT: tuple[Any, ...] = (None, False, [], "none")
+# What peft calls the two parameters of a mixture's experts; vLLM loads both or neither.
+EXPERT_PARAMETERS = {"gate_up_proj", "down_proj"}
+
+
+@cache
+def read_served() -> dict[str, Any]:
+    """Returns served.json: "vllm", its version, and "families", by model_type and kind a difference or a cause."""
+    served: dict[str, Any] = json.loads(SERVED_FILE.read_text(encoding="utf-8"))
+    return served
+
+
+def was_served(model_type: str, kinds: Sequence[str]) -> bool:
+    """Whether vLLM was seen to compute what transformers does, for a family and each of `kinds`, keys of `KINDS`.
+
+    >>> was_served("llama", ["merged", "added"]), was_served("gpt2", ["merged"])
+    (True, False)
+    """
+    cells = read_served()["families"].get(model_type, {})
+    return all(isinstance(cells.get(kind), float) and cells[kind] <= CLOSE for kind in kinds)
+
+
+def list_kinds_of_model(config: Mapping[str, Any], has_added_tokens: bool) -> list[str]:
+    """The kinds that a Hugging Face folder is of, by its config.json.
+
+    >>> list_kinds_of_model({"mtp_num_hidden_layers": 1}, False)
+    ['merged', 'mtp']
+    """
+    kinds = ["merged"]
+    if has_added_tokens:
+        kinds.append("added")
+    if count_predicting_layers(config):
+        kinds.append("mtp")
+    return kinds
+
+
+def list_kinds_of_adapter(adapter: Mapping[str, Any]) -> list[str]:
+    """The kinds that a PEFT folder is of, by its adapter_config.json.
+
+    >>> list_kinds_of_adapter({"target_modules": [], "target_parameters": ["experts.down_proj"]})
+    ['experts']
+    """
+    kinds = []
+    if adapter.get("target_modules") or not list_expert_parameters(adapter):
+        kinds.append("adapter")
+    if list_expert_parameters(adapter):
+        kinds.append("experts")
+    return kinds
+
+
+def list_expert_parameters(adapter: Mapping[str, Any]) -> set[str]:
+    """The names of the experts' parameters that an adapter is on; other target_parameters are weights of layers.
+
+    >>> list_expert_parameters({"target_parameters": ["mlp.experts.down_proj", "shared_experts.up_proj.weight"]})
+    {'down_proj'}
+    """
+    names = {name.rpartition(".")[2] for name in adapter.get("target_parameters") or ()}
+    return names - {"weight"}
+
+
+def serve_model(folder: Path) -> list[str]:
+    """The command that serves a Hugging Face folder."""
+    return ["vllm", "serve", str(folder)]
+
+
+def serve_adapter(folder: Path, base: str | None, adapter: Mapping[str, Any]) -> list[str] | None:
+    """The command that serves a PEFT folder on its base; None where vLLM loads no such adapter.
+
+    Args:
+        folder: Its name is the model's name for the server.
+        base: A folder, or a name of the hub.
+        adapter: The content of adapter_config.json.
+
+    >>> serve_adapter(Path("out/mine"), "base", {"r": 8})
+    ['vllm', 'serve', 'base', '--enable-lora', '--max-lora-rank', '8', '--lora-modules', 'mine=out/mine']
+    """
+    ranks = [adapter.get("r", 0), *(adapter.get("rank_pattern") or {}).values()]
+    rank = next((each for each in RANKS if each >= max(ranks)), None)
+    if base is None or rank is None or any(adapter.get(key) not in ABSENT for key in UNLOADED):
+        return None
+    command = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank)]
+    parameters = list_expert_parameters(adapter)
+    if not parameters:
+        return [*command, "--lora-modules", f"{folder.name}={folder}"]
+    if parameters != EXPERT_PARAMETERS:
+        return None
+    # peft stacks the experts' factors. Without these vLLM expects the factors of each expert apart in most families.
+    module = {"name": folder.name, "path": str(folder), "is_3d_lora_weight": True}
+    return [*command, "--enable-mixed-moe-lora-format", "--lora-modules", json.dumps(module)]
+
+
+def list_server_options(described: Path, port: int) -> list[str]:
+    """Options of `vllm serve`: the dtype of the files, and no more room than the model has positions.
+
+    described: The folder with the model's config.json, where it is on this machine.
+    """
+    config = read_json_object(described / CONFIG_FILE) if described.is_dir() else {}
+    text = config.get("text_config") or config
+    room = min(CONTEXT, text.get("max_position_embeddings") or CONTEXT)
+    dtype = str(config.get("dtype") or text.get("dtype") or "auto")  # by itself vLLM serves float32 in half of it
+    return ["--port", str(port), "--max-model-len", str(room), "--dtype", dtype]
